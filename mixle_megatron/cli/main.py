@@ -1,0 +1,82 @@
+"""The program ``mixle-megatron``: its commands, and its exit codes.
+
+0 done; 2 the input was refused (one message on stderr, no traceback); 3 stopped early with a
+checkpoint, to be started again; 1 anything else. Command modules import what they need when they
+run, so that ``plan`` and ``config`` never load torch.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mixle_megatron.cli import config as config_commands
+from mixle_megatron.cli.plan import plan
+from mixle_megatron.errors import Refused
+
+EXIT_REFUSED = 2
+EXIT_STOPPED_EARLY = 3
+
+
+class RefusingGroup(TyperGroup):
+    """A group of commands that turns a refusal into one message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what it refuses ends here."""
+        try:
+            return super().invoke(ctx)
+        except Refused as refused:
+            typer.echo(refusal_message(refused), err=True)
+            raise typer.Exit(EXIT_REFUSED) from None
+
+
+def refusal_message(refused: Refused) -> str:
+    """All faults of a refusal, one a line."""
+    number = len(refused.faults)
+    lines = [
+        f"refused: {number} fault{'s' if number > 1 else ''}",
+        *(f"  {fault}" for fault in refused.faults),
+    ]
+    return "\n".join(lines)
+
+
+app = typer.Typer(
+    name="mixle-megatron",
+    cls=RefusingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Pretrain with NVIDIA Megatron-Core as a backend of mixle, on GPU and on CPU.",
+)
+app.command("plan")(plan)
+app.add_typer(config_commands.app, name="config")
+
+
+@app.command("pretrain")
+def pretrain(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML config file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values set over those of the file.")
+    ] = None,
+) -> None:
+    """Pretrain a model: start the plan's local ranks, or join those of torchrun or srun."""
+    from mixle_megatron.cli.pretrain import pretrain as run
+
+    run(config, overrides or [])
+
+
+def main() -> None:
+    """Run the program with the process's arguments, and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The sections of a config file but for the model and the optimizer, which have their own modules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mixle_megatron.config.fields import (
+    LARGEST_SIZE,
+    AutoOrBool,
+    AutoOrCount,
+    Count,
+    CountOrZero,
+    FolderName,
+    Fraction,
+    OffWord,
+    Section,
+    Text,
+)
+
+
+class RunSection(Section):
+    """What the run is called, where it writes, and how long it is."""
+
+    name: FolderName = Field(description="Name of the run, and of its folder in run.dir.")
+    dir: Text = Field(default="runs", description="Folder that holds the run folders.")
+    seed: CountOrZero = Field(
+        default=1234, description="Seed of the initial weights, the order of the data, and dropout."
+    )
+    steps: Count = Field(description="Optimizer updates of the whole run.")
+
+
+class PlanSection(Section):
+    """How many ranks the model and its batch are split over, axis by axis."""
+
+    dp_replicate: Count = Field(
+        default=1, description="Replicas of the sharded optimizer (HSDP): gradients are all-reduced across."
+    )
+    dp_shard: Count = Field(
+        default=1,
+        description="Ranks that optimizer state and fp32 main parameters are sharded over (ZeRO-1; "
+        "parameters and gradients are not).",
+    )
+    tp: Count = Field(default=1, description="Tensor-parallel ranks; sequence parallelism is on when > 1.")
+    pp: Count = Field(default=1, description="Pipeline stages.")
+    cp: Count = Field(default=1, description="Context-parallel ranks, which split each sequence.")
+    ep: Count = Field(default=1, description="Expert-parallel ranks, cut from the data-parallel ones.")
+    etp: Count = Field(default=1, description="Tensor-parallel ranks of each expert.")
+    microbatches: AutoOrCount = Field(
+        default="auto",
+        description="Microbatches of one schedule call; auto: global_batch_size / (micro_batch_size · "
+        "dp · gradient_accumulation_steps).",
+    )
+    gradient_accumulation_steps: Count = Field(default=1, description="Schedule calls of one update.")
+
+
+class BatchSection(Section):
+    """The batch of one optimizer update; it belongs to the experiment, not to the plan."""
+
+    global_batch_size: Count = Field(description="Sequences of one optimizer update, over all ranks.")
+    micro_batch_size: Count = Field(description="Sequences of one microbatch on one data-parallel rank.")
+
+
+class TextSection(Section):
+    """Text files as the source of tokens."""
+
+    source: Literal["text"] = Field(default="text", description="Kind of source: text files.")
+    paths: list[Text] = Field(
+        min_length=1,
+        description="Files, folders and globs; stdlib means the running Python's own library sources.",
+    )
+    tokenizer: Literal["byte"] = Field(
+        default="byte", description="byte: ids 0-255 are bytes, 256 ends a document."
+    )
+    validation_fraction: Fraction = Field(
+        default=0.05, description="Share of the documents that is held out for evaluation."
+    )
+    suffixes: list[Text] | None = Field(
+        default=None, description="File name endings to read in folders; null reads the source's usual ones."
+    )
+    max_bytes: Count | None = Field(default=None, description="Read no more than this many bytes of text.")
+
+
+DataSection = TextSection
+"""The data section. With a second source this is a union, discriminated by ``source``."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written, and how many stay."""
+
+    every: CountOrZero = Field(
+        default=0, description="Updates between checkpoints; 0 writes none, not even at the end."
+    )
+    keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
+
+
+class EvaluationSection(Section):
+    """When the held-out text is evaluated."""
+
+    every: CountOrZero = Field(default=0, description="Updates between evaluations; 0 means never.")
+    batches: Count = Field(default=8, description="Global batches of one evaluation.")
+
+
+class LoggingSection(Section):
+    """What a run shows and writes about itself."""
+
+    progress: Annotated[Literal["auto", "bar", "plain", "off"], OffWord] = Field(
+        default="auto", description="auto: a bar on a terminal, plain lines elsewhere."
+    )
+    every: Count = Field(default=1, description="Updates between progress lines.")
+    tensorboard: AutoOrBool = Field(
+        default="auto", description="TensorBoard events; auto: where tensorboard is installed."
+    )
+
+
+class HostSection(Section):
+    """What of this host a run uses."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where a GPU is there, else cpu."
+    )
+    timeout_minutes: Annotated[int, Field(ge=1, le=LARGEST_SIZE // 60_000)] = Field(
+        default=10, description="Minutes after which a collective that does not end fails."
+    )
+    threads_per_rank: AutoOrCount = Field(
+        default="auto", description="CPU threads of each local rank; auto: the cores shared out."
+    )

@@ -1,0 +1,117 @@
+"""What precision, learning-rate schedule and weight-decay schedule must satisfy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mixle_megatron.errors import Fault
+from mixle_megatron.rules.nearest import listed
+from mixle_megatron.rules.verdict import NOT_EXECUTED
+
+PRECISIONS = ("fp32", "bf16")
+"""Precisions that this version executes."""
+
+_TRANSFORMER_ENGINE = "its recipes need Transformer Engine and are not built yet"
+
+PRECISIONS_NOT_EXECUTED = {
+    "fp16": "dynamic loss scaling is not built yet",
+    "fp8": _TRANSFORMER_ENGINE,
+    "fp8-delayed": _TRANSFORMER_ENGINE,
+    "fp8-tensorwise": _TRANSFORMER_ENGINE,
+    "fp8-blockwise": _TRANSFORMER_ENGINE,
+    "mxfp8": _TRANSFORMER_ENGINE,
+    "fp4": _TRANSFORMER_ENGINE,
+    "nvfp4": _TRANSFORMER_ENGINE,
+}
+"""Precision names that are known and that this version does not execute, with the reason."""
+
+
+@dataclass(frozen=True)
+class ScheduleDimensions:
+    """The numbers of Megatron's ``OptimizerParamScheduler``; steps are optimizer updates.
+
+    Attributes:
+        lr: highest learning rate.
+        min_lr: learning rate at the end of the decay.
+        init_lr: learning rate at the start of the warm-up.
+        warmup_steps: updates of the warm-up.
+        decay_steps: updates of warm-up and decay together.
+        schedule: Megatron's ``lr_decay_style``.
+        wsd_decay_steps: updates of the decay that ends a WSD schedule, or None.
+        weight_decay: weight decay where it is constant.
+        start_weight_decay: weight decay at the start, or None.
+        end_weight_decay: weight decay at the end, or None.
+        weight_decay_incr_style: ``constant``, ``linear`` or ``cosine``.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    schedule: str = "constant"
+    wsd_decay_steps: int | None = None
+    weight_decay: float = 0.01
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    weight_decay_incr_style: str = "constant"
+
+
+def precision_faults(precision: str, *, field: str = "precision") -> list[Fault]:
+    """Whether this version executes the precision."""
+    if precision in PRECISIONS:
+        return []
+    remedy = f"use {listed(PRECISIONS)}"
+    reason = PRECISIONS_NOT_EXECUTED.get(precision)
+    if reason is None:
+        return [Fault(field, precision, "is not the name of a precision", remedy)]
+    return [Fault(field, precision, NOT_EXECUTED + reason, remedy)]
+
+
+def schedule_faults(schedule: ScheduleDimensions, *, prefix: str = "optimizer") -> list[Fault]:
+    """What Megatron's ``OptimizerParamScheduler`` asserts, said before it is built."""
+    return [*_learning_rate_faults(schedule, prefix), *_weight_decay_faults(schedule, prefix)]
+
+
+def _learning_rate_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
+    faults = []
+    for name in ("min_lr", "init_lr"):
+        value = getattr(schedule, name)
+        if value > schedule.lr:
+            rule = f"is above {prefix}.lr={schedule.lr:g}"
+            faults.append(Fault(f"{prefix}.{name}", value, rule, f"use at most {schedule.lr:g}"))
+    if schedule.warmup_steps >= schedule.decay_steps:
+        rule = f"is not above {prefix}.warmup_steps={schedule.warmup_steps}"
+        remedy = f"use {schedule.warmup_steps + 1} or more, or fewer warm-up steps"
+        faults.append(Fault(f"{prefix}.decay_steps", schedule.decay_steps, rule, remedy))
+    return faults + _wsd_faults(schedule, prefix)
+
+
+def _wsd_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
+    """A WSD schedule decays in its last ``wsd_decay_steps``, after the warm-up."""
+    if schedule.schedule != "WSD":
+        return []
+    field = f"{prefix}.wsd_decay_steps"
+    most = max(schedule.decay_steps - schedule.warmup_steps, 1)
+    remedy = f"use a number from 1 to {most}"
+    if schedule.wsd_decay_steps is None:
+        return [Fault(field, None, f"must be stated with {prefix}.schedule=WSD", remedy)]
+    if schedule.wsd_decay_steps > most:
+        rule = f"is more than the {most} updates between warm-up and the end of the decay"
+        return [Fault(field, schedule.wsd_decay_steps, rule, remedy)]
+    return []
+
+
+def _weight_decay_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
+    start = schedule.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
+    end = schedule.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant" and start != end:
+        rule = (
+            f"is not {prefix}.start_weight_decay={start:g}, and {prefix}.weight_decay_incr_style is constant"
+        )
+        remedy = f"use {start:g}, or weight_decay_incr_style linear or cosine"
+        return [Fault(f"{prefix}.end_weight_decay", end, rule, remedy)]
+    if end < start:
+        rule = f"is below {prefix}.start_weight_decay={start:g}; Megatron's weight decay only grows"
+        return [Fault(f"{prefix}.end_weight_decay", end, rule, f"use {start:g} or more")]
+    return []
