@@ -1,0 +1,189 @@
+"""MegatronBackend: from a plan and a model to an open session."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan
+
+from mixle_megatron import host as cpu_host
+from mixle_megatron.capabilities import CAPABILITIES
+from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
+from mixle_megatron.launch_environment import environment_faults
+from mixle_megatron.models.provider import ModelProvider
+from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.plan_record import PlanRecord
+from mixle_megatron.process_groups import (
+    available_world_size,
+    choose_device,
+    destroy_groups,
+    make_groups,
+    start_default_group,
+)
+from mixle_megatron.rules import all_faults, verdict
+from mixle_megatron.session import MegatronSession
+from mixle_megatron.stage import Stage
+from mixle_megatron.translate import Host
+
+
+class MegatronBackend:
+    """mixle's DistributedTrainingBackend on NVIDIA Megatron-Core."""
+
+    capabilities: BackendCapabilities = CAPABILITIES
+
+    def prepare(
+        self,
+        module: Any,
+        *,
+        plan: ParallelPlan,
+        precision: str = "fp32",
+        device: Any = None,
+        optimizer: OptimizerSettings | str | None = None,
+        lr: float | None = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+        compile: bool = False,
+        timeout_minutes: float = 30.0,
+        seed: int = 1234,
+        **unknown: Any,
+    ) -> MegatronSession:
+        """Check everything, start the process groups, build this rank's stage and open a session.
+
+        Args:
+            module: what describes the model and builds it, such as :class:`mixle_megatron.models.gpt.GPT`.
+            plan: the parallel plan; its world size is the number of ranks.
+            precision: what the forward and backward passes compute in.
+            device: ``cpu``, ``cuda`` or a torch.device; by default CUDA where there is some.
+            optimizer: settings, or ``adam`` or ``sgd`` with the defaults of torch.optim; None is adam.
+            lr: learning rate, where ``optimizer`` is a name or None (1e-3).
+            max_grad_norm: largest gradient norm, where ``optimizer`` is a name or None (no clipping).
+            scheduler: not executed; schedules are part of :class:`OptimizerSettings`.
+            compile: not executed.
+            timeout_minutes: after which a collective that some rank never joins fails.
+            seed: what dropout draws from.
+
+        Raises:
+            Refused: something does not fit, with all faults, before any process group is made.
+            Unsupported: it fits, but this version or host does not execute it.
+            TypeError: an unknown keyword argument.
+        """
+        if unknown:
+            raise TypeError(f"unexpected megatron backend options: {', '.join(sorted(unknown))}")
+        _refuse_what_is_not_executed(module, scheduler, compile)
+        record = PlanRecord.from_plan(plan)
+        dimensions = module.dimensions(record.tp)
+        refuse_if_any([] if dist.is_initialized() else environment_faults())
+        faults = all_faults(record, model=dimensions, precision=precision, world_size=available_world_size())
+        settings, setting_faults = resolve_optimizer(optimizer, lr, max_grad_norm)
+        verdict(faults + setting_faults)
+        device = choose_device(device)
+        host = Host(device, has_transformer_engine(device))
+        return self._open(module, plan, dimensions, host, settings, precision, timeout_minutes, seed)
+
+    def _open(
+        self,
+        provider: ModelProvider,
+        plan: ParallelPlan,
+        dimensions: Any,
+        host: Host,
+        settings: OptimizerSettings,
+        precision: str,
+        timeout_minutes: float,
+        seed: int,
+    ) -> MegatronSession:
+        undo = []
+        try:
+            if not host.on_cuda:
+                cpu_host.require()
+                undo.append(cpu_host.release)
+            start_default_group(host.device, timeout_minutes=timeout_minutes)
+            groups = make_groups(plan, timeout_minutes=timeout_minutes)
+            undo.append(lambda: destroy_groups(groups))
+            stage = Stage.build(provider, plan, groups, host, settings, precision, seed)
+            return MegatronSession(
+                stage,
+                plan=plan,
+                capabilities=self.capabilities,
+                dimensions=dimensions,
+                device=host.device,
+                precision=precision,
+                optimizer_receipt=optimizer_receipt(settings),
+                on_close=lambda: _undo(undo),
+            )
+        except BaseException:
+            _undo(undo)
+            raise
+
+
+def _undo(steps: list[Any]) -> None:
+    while steps:
+        steps.pop()()
+
+
+def _refuse_what_is_not_executed(module: Any, scheduler: Any, compile: bool) -> None:
+    faults = []
+    if not isinstance(module, ModelProvider):
+        rule = "is not a model this backend can build"
+        faults.append(Fault("module", type(module).__name__, rule, "give it a mixle_megatron.models.gpt.GPT"))
+    if scheduler is not None:
+        remedy = "set schedule, warmup_steps and decay_steps in OptimizerSettings"
+        faults.append(Fault("scheduler", scheduler, "is not executed by this version", remedy))
+    if compile:
+        faults.append(Fault("compile", True, "is not executed by this version", "use compile=False"))
+    if faults:
+        raise Unsupported(faults)
+
+
+_TORCH_DEFAULTS = {
+    # torch.optim.Adam and torch.optim.SGD, as mixle's torch_native resolves these names
+    "adam": OptimizerSettings(name="adam", weight_decay=0.0, decoupled_weight_decay=False, clip_grad=0.0),
+    "sgd": OptimizerSettings(name="sgd", weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0),
+}
+
+
+def resolve_optimizer(
+    optimizer: Any, lr: float | None, max_grad_norm: float | None
+) -> tuple[OptimizerSettings, list[Fault]]:
+    """The settings that ``prepare``'s arguments amount to, and what is wrong with them."""
+    if isinstance(optimizer, OptimizerSettings):
+        given = {"lr": lr, "max_grad_norm": max_grad_norm}
+        faults = [
+            Fault(
+                name, value, "is given beside OptimizerSettings, which states it too", "give it in one place"
+            )
+            for name, value in given.items()
+            if value is not None
+        ]
+        return optimizer, faults
+    name = "adam" if optimizer is None else optimizer
+    if name not in _TORCH_DEFAULTS:
+        fault = Fault(
+            "optimizer",
+            optimizer,
+            "is not an optimizer of this backend",
+            "use adam, sgd or OptimizerSettings",
+        )
+        return _TORCH_DEFAULTS["adam"], [fault]
+    changes: dict[str, float] = {}
+    if lr is not None:
+        changes["lr"] = float(lr)
+    if max_grad_norm is not None:
+        changes["clip_grad"] = float(max_grad_norm)
+    return dataclasses.replace(_TORCH_DEFAULTS[name], **changes), []
+
+
+def optimizer_receipt(settings: OptimizerSettings) -> dict[str, Any]:
+    """The optimizer by name, with its settings, as receipts and checkpoints carry it."""
+    return {**dataclasses.asdict(settings), "name": f"megatron_{settings.name}"}
+
+
+def has_transformer_engine(device: torch.device) -> bool:
+    """Whether layers can come from Transformer Engine: it needs CUDA, and Megatron must import it."""
+    if device.type != "cuda":
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.HAVE_TE

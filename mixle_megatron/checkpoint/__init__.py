@@ -1,0 +1,5 @@
+"""Saving and loading a session through Megatron's dist_checkpointing."""
+
+from mixle_megatron.checkpoint.session_state import load_session, save_session
+
+__all__ = ["load_session", "save_session"]

@@ -1,0 +1,139 @@
+"""Everything a session resumes from, as one Megatron dist-checkpoint.
+
+A checkpoint is a folder. It is written beside its final name and then renamed, so that the name
+never stands for a half-written one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
+from mixle_megatron.errors import CheckpointError
+from mixle_megatron.random_state import random_state, restore_random_state
+from mixle_megatron.stage import Stage
+
+_PAYLOAD = "session"
+
+
+def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
+    """Write the stage and ``payload`` (plain values, equal on all ranks) into the folder ``path``.
+
+    A checkpoint that is there already is replaced once the new one is whole.
+    """
+    final = Path(path)
+    aside = final.with_name(final.name + ".writing")
+    _on_first_rank(lambda: _make_empty(aside))
+    state = sharded_state(stage)
+    state[_PAYLOAD] = payload
+    state["random"] = _ranked(random_state())
+    dist_checkpointing.save(state, str(aside))
+    dist.barrier()
+    _on_first_rank(lambda: _replace(aside, final))
+
+
+def load_session(stage: Stage, path: str, plan: Any) -> dict[str, Any]:
+    """Restore the stage from the folder ``path`` and return the payload that was saved with it.
+
+    The generators' states belong to the ranks of one plan; under another plan they are left alone.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, or its tensors are not those of this model.
+    """
+    saved = read_payload(path)
+    state = sharded_state(stage)
+    same_plan = saved["parallel_plan"] == plan.as_dict()
+    if same_plan:
+        state["random"] = _ranked(None)
+    try:
+        loaded = dist_checkpointing.load(state, path)
+    except (CheckpointingException, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit this model, plan and optimizer: {error}") from error
+    stage.module.load_state_dict(loaded["model"])
+    stage.scheduler.load_state_dict(loaded["scheduler"])
+    restore_optimizer(stage, loaded["optimizer"])
+    restore_loss_scale(stage.optimizer, loaded["loss_scale"])
+    if same_plan:
+        restore_random_state(loaded["random"])
+    return saved
+
+
+def read_payload(path: str) -> dict[str, Any]:
+    """What was saved beside the tensors of the checkpoint ``path``.
+
+    Raises:
+        CheckpointError: there is no checkpoint of a session there.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        raise CheckpointError(f"{path} is not a Megatron dist-checkpoint (it has no metadata.json)")
+    common = dist_checkpointing.load_common_state_dict(path)
+    if _PAYLOAD not in common:
+        raise CheckpointError(f"{path} was not written by a session of mixle-megatron: it has no step clock")
+    return common[_PAYLOAD]
+
+
+def sharded_state(stage: Stage) -> dict[str, Any]:
+    """Model, optimizer and schedules in Megatron's sharded form."""
+    # The innermost module's state, not its wrappers': its keys are the model's own.
+    model = stage.module.sharded_state_dict(
+        prefix="", metadata={"dp_cp_group": stage.groups.collection.dp_cp}
+    )
+    return {
+        "model": model,
+        "optimizer": optimizer_sharded_state(stage, model),
+        "scheduler": stage.scheduler.state_dict(),
+        "loss_scale": loss_scale_state(stage.optimizer),
+    }
+
+
+def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
+    """Megatron's gradient scaler, which is the same on every rank; None where there is none."""
+    scaler = optimizer.chained_optimizers[0].grad_scaler
+    return None if scaler is None else scaler.state_dict()
+
+
+def restore_loss_scale(optimizer: Any, state: dict[str, Any] | None) -> None:
+    """Put back what :func:`loss_scale_state` gave."""
+    if state is not None:
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler.load_state_dict(state)
+
+
+def _ranked(value: Any) -> ShardedObject:
+    return ShardedObject("random", value, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _on_first_rank(action: Any) -> None:
+    """Run ``action`` on global rank 0; every rank goes on after it, or raises what it raised."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(f"cannot write the checkpoint: {failure[0]}")
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _replace(aside: Path, final: Path) -> None:
+    previous = final.with_name(final.name + ".previous")
+    if final.exists():
+        os.replace(final, previous)
+    os.replace(aside, final)
+    if previous.exists():
+        shutil.rmtree(previous)

@@ -1,0 +1,125 @@
+"""The one table of what is redirected where the device is the CPU, with its reasons.
+
+Replacing the factory functions and a few tensor methods costs nothing that can be measured, where
+a ``TorchFunctionMode`` over every call costs 2 to 40 % of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mixle_megatron.host import stand_ins
+
+
+@dataclass(frozen=True)
+class Redirection:
+    """One attribute that a stand-in replaces while a CPU session is open.
+
+    Attributes:
+        owner: dotted name of the module or class that holds the attribute.
+        name: the attribute.
+        reason: why Megatron-Core does not run on a CPU without it.
+        make: from the original attribute to the stand-in.
+    """
+
+    owner: str
+    name: str
+    reason: str
+    make: Callable[[Any], Any]
+
+
+def _instead(stand_in: Any) -> Callable[[Any], Any]:
+    return lambda _original: stand_in
+
+
+def _rows(owner: str, reason: str, **stand_in_by_name: Any) -> tuple[Redirection, ...]:
+    return tuple(
+        Redirection(owner, name, reason, _instead(stand_in)) for name, stand_in in stand_in_by_name.items()
+    )
+
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint")
+
+REDIRECTIONS: tuple[Redirection, ...] = (
+    *_rows(
+        "torch.cuda",
+        "Megatron allocates on torch.cuda.current_device() and asks how many there are",
+        current_device=stand_ins.current_device,
+        device_count=stand_ins.one_device,
+        set_device=stand_ins.no_effect,
+    ),
+    *_rows(
+        "torch.cuda",
+        "gradient reduction, the pipeline and HSDP order their work with streams and events",
+        current_stream=stand_ins.current_stream,
+        default_stream=stand_ins.current_stream,
+        stream=stand_ins.stream_context,
+        Stream=stand_ins.Stream,
+        Event=stand_ins.Event,
+    ),
+    *_rows(
+        "torch.cuda",
+        "the pipeline and the checkpoint writer wait for the device and trim its cache",
+        synchronize=stand_ins.no_effect,
+        empty_cache=stand_ins.no_effect,
+    ),
+    *_rows(
+        "torch.cuda",
+        "dropout and activation recomputation save, seed and restore the device's generator",
+        get_rng_state=stand_ins.get_rng_state,
+        set_rng_state=stand_ins.set_rng_state,
+        manual_seed=stand_ins.manual_seed,
+    ),
+    *_rows(
+        "torch.cuda.random",
+        "the RNG tracker reads the generator by this name",
+        get_rng_state=stand_ins.get_rng_state,
+    ),
+    *_rows(
+        "torch.cuda.nvtx",
+        "the schedules mark ranges for NVIDIA's profiler",
+        range_push=stand_ins.no_effect,
+        range_pop=stand_ins.no_effect,
+    ),
+    *_rows(
+        "megatron.core.tensor_parallel.random",
+        "the RNG tracker sets the CUDA generator through torch's C bindings",
+        _get_cuda_rng_state=stand_ins.get_rng_state,
+        _set_cuda_rng_state=stand_ins.set_rng_state,
+    ),
+    *(
+        Redirection(
+            "torch",
+            name,
+            "Megatron writes device='cuda' in the optimizers, the schedules and attention masks",
+            stand_ins.factory_on_cpu,
+        )
+        for name in _FACTORIES
+        if hasattr(torch, name)
+    ),
+    Redirection(
+        "torch.Tensor", "to", "tensors are moved to torch.cuda.current_device()", stand_ins.to_on_cpu
+    ),
+    Redirection(
+        "torch.Tensor",
+        "cuda",
+        "the tied embedding and checkpoints are moved to the device",
+        _instead(stand_ins.itself),
+    ),
+    Redirection(
+        "torch.Tensor",
+        "pin_memory",
+        "pinned memory belongs to CUDA; the checkpoint writer asks for it",
+        _instead(stand_ins.itself),
+    ),
+    Redirection(
+        "torch.Tensor",
+        "type",
+        "the optimizers and gradient clipping compare it with 'torch.cuda.FloatTensor'",
+        stand_ins.type_named_as_cuda,
+    ),
+)

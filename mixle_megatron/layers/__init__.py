@@ -1,0 +1,1 @@
+"""Torch layers for hosts without Transformer Engine."""

@@ -1,0 +1,116 @@
+"""Cutting the batch of one ``train_batch`` call into microbatches, without changing its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mixle_megatron.errors import Fault, Refused
+
+NOT_SUPERVISED = -100
+"""torch's ``ignore_index``: a target with this value counts neither in the loss nor as a token."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass sees.
+
+    Attributes:
+        inputs: token ids, int64 ``[rows, sequence]``.
+        targets: ids to predict, int64 ``[rows, sequence]``, :data:`NOT_SUPERVISED` where none is.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One replica's part of one ``train_batch`` or ``evaluate`` call.
+
+    Attributes:
+        microbatches: at least one; all of one shape where they were asked to be.
+        examples: rows that the caller gave, padding not counted.
+        tokens: supervised targets that the caller gave.
+    """
+
+    microbatches: tuple[Microbatch, ...]
+    examples: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest microbatch."""
+        return max(len(microbatch.inputs) for microbatch in self.microbatches)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a row."""
+        return self.microbatches[0].inputs.shape[1]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return iter(self.microbatches)
+
+
+def as_token_ids(inputs: Any, targets: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets as int64 tensors on ``device``.
+
+    Raises:
+        Refused: unless both have the same shape ``(batch, sequence)`` and sequence is not zero.
+    """
+    inputs = torch.as_tensor(inputs, dtype=torch.long, device=device)
+    targets = torch.as_tensor(targets, dtype=torch.long, device=device)
+    if inputs.shape != targets.shape or inputs.ndim != 2 or inputs.shape[1] == 0:
+        shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+        raise Refused([Fault("inputs, targets", shapes, "must have one shape (batch, sequence)")])
+    return inputs, targets
+
+
+def foreign_id_faults(inputs: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> list[Fault]:
+    """Ids that the vocabulary does not have; a tensor-parallel embedding would look them up as zeros."""
+    known = {"inputs": inputs, "targets": targets.masked_fill(targets == NOT_SUPERVISED, 0)}
+    faults = []
+    for name, ids in known.items():
+        for end in ids.aminmax() if ids.numel() else ():
+            if not 0 <= int(end) < vocab_size:
+                rule = f"is not a token id of model.vocab_size={vocab_size}"
+                faults.append(Fault(name, int(end), rule, f"use 0 to {vocab_size - 1}"))
+    return faults
+
+
+def cut(inputs: torch.Tensor, targets: torch.Tensor, count: int, *, equal: bool) -> Batch:
+    """Cut ``(batch, sequence)`` tensors into at most ``count`` microbatches, as torch.chunk does.
+
+    Args:
+        inputs: token ids.
+        targets: as ``inputs``.
+        count: ``plan.microbatches``.
+        equal: give all microbatches the same rows, padded with rows that nothing supervises; the
+            pipeline's transfers have one shape.
+
+    A batch of no rows becomes one unsupervised row, so that a rank without data still takes part
+    in every collective of its replica.
+    """
+    examples, tokens = len(inputs), int((targets != NOT_SUPERVISED).sum())
+    if examples == 0:
+        inputs, targets = _padded(inputs, targets, 1)
+    elif equal:
+        rows = -(-examples // min(count, examples))
+        inputs, targets = _padded(inputs, targets, -(-examples // rows) * rows)
+    pieces = min(count, len(inputs))
+    chunks = zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True)
+    return Batch(tuple(Microbatch(*pair) for pair in chunks), examples, tokens)
+
+
+def _padded(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    missing = rows - len(inputs)
+    if missing == 0:
+        return inputs, targets
+    shape = (missing, inputs.shape[1])
+    return (
+        torch.cat([inputs, inputs.new_zeros(shape)]),
+        torch.cat([targets, targets.new_full(shape, NOT_SUPERVISED)]),
+    )

@@ -1,0 +1,1 @@
+"""Building GPTModel-style modules, one pipeline stage at a time."""

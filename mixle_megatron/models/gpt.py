@@ -1,0 +1,131 @@
+"""A GPT described by Megatron's own field names, and built as Megatron's GPTModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from mixle_megatron.config.model import ModelSection
+from mixle_megatron.config.schema import dimensions_of
+from mixle_megatron.layers.attention import TorchAttention
+from mixle_megatron.layers.norm import TorchNorm
+from mixle_megatron.models.initialisation import Initialisation, initialise
+from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
+from mixle_megatron.process_groups import MegatronGroups
+from mixle_megatron.rules.dimensions import ModelDimensions
+from mixle_megatron.translate import Host
+
+_TRANSFORMER_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "normalization",
+    "layernorm_epsilon",
+    "activation_func",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "hidden_dropout",
+    "attention_dropout",
+    "recompute_num_layers",
+)
+
+
+@dataclass(frozen=True)
+class GPT:
+    """A GPT that any plan can build.
+
+    The same seed gives the same model under every plan: each parameter is drawn from the seed and
+    its logical name, and only then cut into shards.
+
+    Attributes:
+        model: the fields of a config's ``model`` section.
+        seed: what the initial weights are drawn from.
+    """
+
+    model: ModelSection
+    seed: int = 1234
+
+    @classmethod
+    def of(cls, *, seed: int = 1234, **fields: Any) -> GPT:
+        """A GPT from the keys of a config's ``model`` section, checked as those are."""
+        return cls(ModelSection(**fields), seed)
+
+    @cached_property
+    def initialisation(self) -> Initialisation:
+        """How its parameters are drawn."""
+        return Initialisation(self.seed, self.model.init_method_std, self.model.num_layers)
+
+    def dimensions(self, tp: int) -> ModelDimensions:
+        """The model's sizes, its vocabulary padded for ``tp``."""
+        return dimensions_of(self.model, tp)
+
+    def transformer_fields(self) -> Mapping[str, Any]:
+        """Fields of TransformerConfig with the defaults that depend on others resolved."""
+        fields = {name: getattr(self.model, name) for name in _TRANSFORMER_FIELDS}
+        sizes = self.dimensions(1)
+        for name in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
+            fields[name] = getattr(sizes, name)
+        for name in ("recompute_granularity", "recompute_method"):
+            value = getattr(self.model, name)
+            fields[name] = None if value == "none" else value
+        return fields
+
+    def build_stage(self, config: Any, groups: MegatronGroups, host: Host) -> torch.nn.Module:
+        """This rank's stage of a Megatron GPTModel, initialised from the seed."""
+        sizes = self.dimensions(config.tensor_model_parallel_size)
+        module = GPTModel(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, groups, host),
+            vocab_size=sizes.padded_vocab_size,
+            max_sequence_length=sizes.max_position_embeddings,
+            pre_process=groups.is_first_stage,
+            post_process=groups.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.model.share_embeddings_and_output_weights,
+            position_embedding_type=self.model.position_embedding_type,
+            rotary_percent=self.model.rotary_percent,
+            rotary_base=self.model.rotary_base,
+            pg_collection=groups.collection,
+        )
+        exclude_padding_from_softmax(module, sizes.vocab_size, groups)
+        initialise(module, self.initialisation, sizes, groups)
+        return module
+
+
+def decoder_spec(config: Any, groups: MegatronGroups, host: Host) -> Any:
+    """The layers of this stage: Transformer Engine's on a host that has it, torch's otherwise."""
+    if host.transformer_engine:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layers = get_num_layers_to_build(config, pp_rank=groups.collection.pp.rank())
+    return TransformerBlockSubmodules(layer_specs=[torch_layer_spec(config)] * layers, layer_norm=TorchNorm)
+
+
+def torch_layer_spec(config: Any) -> ModuleSpec:
+    """Megatron's local layer with our norms and attention in place of its own."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = TorchNorm
+    layer.pre_mlp_layernorm = TorchNorm
+    attention.core_attention = TorchAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = TorchNorm
+        attention.k_layernorm = TorchNorm
+    return spec

@@ -1,0 +1,400 @@
+"""One materialised model, optimizer, mesh and step clock: mixle's DistributedTrainingSession."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan, StepReceipt
+
+from mixle_megatron.checkpoint import load_session, save_session
+from mixle_megatron.errors import Fault, SessionError, refuse_if_any
+from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
+from mixle_megatron.receipts import PendingUpdate, ReceiptMaker, Sums
+from mixle_megatron.rules.dimensions import ModelDimensions
+from mixle_megatron.stage import Stage, UpdateOutcome
+from mixle_megatron.topology import Topology
+from mixle_megatron.traffic import TrafficMeter
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """The clocks of a session that are not tensors (mixle's ``TorchSessionState``)."""
+
+    step: int
+    pending_accumulation: int
+    optimizer_receipt: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of a batch, summed over every replica.
+
+    Attributes:
+        loss_sum: in nats, over ``tokens`` supervised targets.
+        tokens: supervised targets.
+        examples: rows.
+    """
+
+    loss_sum: float
+    tokens: int
+    examples: int
+
+    @property
+    def loss(self) -> float:
+        """Mean over the supervised tokens; 0.0 where there are none."""
+        return self.loss_sum / max(self.tokens, 1)
+
+
+class MegatronSession:
+    """A model that trains under one plan.
+
+    Every rank of a replica passes the same ``(batch, sequence)`` inputs and targets and gets the
+    same receipt. Loss and gradient are the exact mean over all supervised tokens of an update,
+    whatever its microbatches, accumulation steps and data-parallel ranks.
+
+    Attributes:
+        module: this rank's stage of the model, without Megatron's wrappers.
+        plan: the plan it runs under.
+        capabilities: what the backend executes.
+        step: committed updates so far.
+        device: where the stage lives.
+        precision: ``fp32`` or ``bf16``.
+        optimizer: Megatron's optimizer.
+        optimizer_receipt: the optimizer's name and settings.
+        scheduler: Megatron's schedule of learning rate and weight decay.
+        data_parallel_rank: which part of the batch this rank reads.
+        data_parallel_size: how many parts there are.
+        is_logging_rank: whether this is global rank 0.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        plan: ParallelPlan,
+        capabilities: BackendCapabilities,
+        dimensions: ModelDimensions,
+        device: torch.device,
+        precision: str,
+        optimizer_receipt: dict[str, Any],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.capabilities = capabilities
+        self.device = device
+        self.precision = precision
+        self.optimizer_receipt = optimizer_receipt
+        self.module = stage.module
+        self.optimizer = stage.optimizer
+        self.scheduler = stage.scheduler
+        self.step = 0
+        self.stage = stage
+        self._dimensions = dimensions
+        self._on_close = on_close
+        self._receipts = ReceiptMaker(plan, precision, str(optimizer_receipt["name"]))
+        self._pending = PendingUpdate()
+        self._last_loss = 0.0
+        self._closed = False
+        self._failed = False
+        self._traffic = TrafficMeter()
+        self._traffic.start()
+        self._place(dist.get_rank())
+
+    def _place(self, rank: int) -> None:
+        coordinate = Topology(self.plan).mixle_coordinate(rank)
+        self.coordinate = coordinate
+        self.data_parallel_rank = coordinate["dp_replicate"] * self.plan.dp_shard + coordinate["dp_shard"]
+        self.data_parallel_size = self.plan.data_parallel_size
+        self.is_logging_rank = rank == 0
+
+    # Training
+
+    def train_batch(self, inputs: Any, targets: Any) -> StepReceipt:
+        """Add one batch to the update, and commit it when its last batch is there.
+
+        Args:
+            inputs: token ids ``(batch, sequence)``, this replica's part; batch may differ between
+                replicas and be zero.
+            targets: ids to predict, of the same shape; -100 is not supervised.
+
+        Returns:
+            The committed update's receipt, or one with ``skipped=True`` while it accumulates.
+
+        Raises:
+            SessionError: the session is closed, or failed before.
+            Refused: the tensors do not fit the model or the plan.
+        """
+        self._require_open()
+        batch = self._batch(inputs, targets)
+        if self._pending.calls == 0:
+            self.stage.clear_gradients()
+        completes = self._pending.calls + 1 >= self.plan.gradient_accumulation_steps
+        with _failing(self):
+            started = perf_counter()
+            loss = self.stage.accumulate(batch, completes_update=completes)
+            sums = self._reduce(batch, loss)
+            self._pending = self._pending.add(sums, perf_counter() - started)
+            if completes:
+                return self._commit()
+        return self._uncommitted(self.step, sums, sums.mean_loss, "gradient_accumulation")
+
+    def finish_accumulation(self) -> StepReceipt | None:
+        """Commit what has accumulated so far; None if there is nothing."""
+        self._require_open()
+        if self._pending.calls == 0:
+            return None
+        with _failing(self):
+            return self._commit()
+
+    def discard_accumulation(self) -> StepReceipt | None:
+        """Forget what has accumulated, without changing parameters or optimizer; None if nothing has."""
+        if self._pending.calls == 0:
+            return None
+        sums = self._pending.sums
+        receipt = self._uncommitted(self.step, sums, sums.mean_loss, "explicit_accumulation_discard")
+        self._forget_pending()
+        return receipt
+
+    def evaluate(self, inputs: Any, targets: Any) -> Evaluation:
+        """The loss of a batch without changing anything, summed over all replicas.
+
+        Takes what :meth:`train_batch` takes. Pending gradients stay as they are.
+        """
+        self._require_open()
+        batch = self._batch(inputs, targets)
+        with _failing(self):
+            sums = self._reduce(batch, self.stage.evaluate(batch))
+        return Evaluation(sums.global_loss, sums.global_tokens, sums.global_examples)
+
+    def _batch(self, inputs: Any, targets: Any) -> Batch:
+        inputs, targets = as_token_ids(inputs, targets, self.device)
+        sequence, longest = inputs.shape[1], self._dimensions.max_position_embeddings
+        faults = []
+        if sequence % self.plan.tp:
+            rule = f"is not divisible by plan.tp={self.plan.tp}, over which sequences are split"
+            faults.append(Fault("sequence", sequence, rule))
+        if sequence > longest:
+            faults.append(Fault("sequence", sequence, f"is above model.max_position_embeddings={longest}"))
+        refuse_if_any(faults + foreign_id_faults(inputs, targets, self._dimensions.vocab_size))
+        return cut(inputs, targets, self.plan.microbatches, equal=self.plan.pp > 1)
+
+    def _reduce(self, batch: Batch, loss: float) -> Sums:
+        """Sums over the world, in one exchange: each replica speaks through one of its ranks."""
+        speaks = self.stage.groups.speaks_for_replica
+        local = [loss, float(batch.tokens), float(batch.examples)] if speaks else [0.0, 0.0, 0.0]
+        total_loss, tokens, examples = self.reduce_world(*local)
+        return Sums(batch.examples, batch.tokens, int(examples), int(tokens), total_loss)
+
+    def reduce_world(self, *values: float) -> tuple[float, ...]:
+        """Sum numbers over every rank, in float64."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+    def reduce_sums(self, *values: float) -> tuple[float, ...]:
+        """Sum numbers over the replicas, in float64, as mixle's session does.
+
+        Every rank of a replica passes the same numbers, so each stands for its share of them.
+        """
+        ranks_of_a_replica = self.plan.world_size // self.plan.data_parallel_size
+        return tuple(value / ranks_of_a_replica for value in self.reduce_world(*values))
+
+    def _commit(self) -> StepReceipt:
+        pending = self._pending
+        if pending.sums.global_tokens == 0:
+            return self._skip("no_supervised_tokens")
+        if not math.isfinite(pending.sums.global_loss):
+            return self._skip("non_finite_loss")
+        started = perf_counter()
+        self.stage.reduce_gradients(pending.sums.global_tokens)
+        reduced = perf_counter()
+        outcome = self.stage.update()
+        seconds = {
+            "forward_backward": pending.forward_backward_seconds,
+            "reduction": reduced - started,
+            "optimizer": perf_counter() - reduced,
+        }
+        if outcome.committed:
+            self._require_finite(outcome)
+            self.step += 1
+            self._last_loss = pending.sums.mean_loss
+        return self._receipt_of(outcome, seconds)
+
+    def _receipt_of(self, outcome: UpdateOutcome, seconds: dict[str, float]) -> StepReceipt:
+        pending = self._pending
+        extra = {
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": outcome.learning_rate,
+            "loss_scale": outcome.loss_scale,
+            "seconds": seconds,
+            "partial_accumulation": pending.calls < self.plan.gradient_accumulation_steps,
+        }
+        if not outcome.committed:
+            extra["reason"] = "gradient_overflow"
+        receipt = self._receipts.receipt(
+            self.step,
+            pending.sums,
+            calls=pending.calls,
+            loss=pending.sums.mean_loss,
+            skipped=not outcome.committed,
+            collective_bytes=self._traffic.take(),
+            extra=extra,
+        )
+        self._forget_pending()
+        return receipt
+
+    def _require_finite(self, outcome: UpdateOutcome) -> None:
+        if outcome.grad_norm is not None and not math.isfinite(outcome.grad_norm):
+            raise SessionError(
+                f"the gradient norm of update {self.step + 1} is {outcome.grad_norm}: the parameters are "
+                "damaged; go back to the last checkpoint, with a lower learning rate"
+            )
+
+    def _skip(self, reason: str) -> StepReceipt:
+        """Give up the pending update and say why; a receipt's loss is finite, so it may be an older one."""
+        sums = self._pending.sums
+        loss = sums.mean_loss if math.isfinite(sums.global_loss) else self._last_loss
+        receipt = self._uncommitted(self.step, sums, loss, reason)
+        self._forget_pending()
+        return receipt
+
+    def _uncommitted(self, step: int, sums: Sums, loss: float, reason: str) -> StepReceipt:
+        extra = {"reason": reason}
+        if not math.isfinite(loss):
+            extra["loss_is_last_finite"] = True
+            loss = self._last_loss
+        elif reason == "non_finite_loss":
+            extra["loss_is_last_finite"] = True
+        return self._receipts.receipt(
+            step,
+            sums,
+            calls=self._pending.calls,
+            loss=loss,
+            skipped=True,
+            collective_bytes=self._traffic.take(),
+            extra=extra,
+        )
+
+    def _forget_pending(self) -> None:
+        self._pending = PendingUpdate()
+        self.stage.clear_gradients()
+
+    # Checkpoints
+
+    def state(self) -> SessionState:
+        """The clocks of the session."""
+        return SessionState(self.step, self._pending.calls, dict(self.optimizer_receipt))
+
+    def save_checkpoint(
+        self,
+        path: str,
+        *,
+        loader_state: Any = None,
+        typed_scheduler_state: Any = None,
+        extra: dict[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write everything that this session resumes from into the folder ``path``.
+
+        Args:
+            path: a folder that every rank can write; it appears whole or not at all.
+            loader_state: the data loader's position, given back by :meth:`load_checkpoint`.
+            typed_scheduler_state: mixle's typed scheduler state, given back likewise.
+            extra: plain values to keep with it.
+            asynchronous: not executed yet.
+
+        Raises:
+            SessionError: gradients are pending, which are not part of a checkpoint.
+            NotImplementedError: ``asynchronous`` is asked for.
+        """
+        self._require_open()
+        self._require_nothing_pending("save_checkpoint()")
+        if asynchronous:
+            raise NotImplementedError("asynchronous=True is not executed by this version; save with False")
+        payload = {
+            "step": self.step,
+            "loader_state": loader_state,
+            "typed_scheduler_state": typed_scheduler_state,
+            "extra": {"optimizer_receipt": self.optimizer_receipt, **(extra or {})},
+            "last_loss": self._last_loss,
+            "parallel_plan": self.plan.as_dict(),
+            "precision": self.precision,
+        }
+        save_session(self.stage, path, payload)
+        self._traffic.take()
+
+    def load_checkpoint(self, path: str, *, allow_world_size_change: bool = True) -> dict[str, Any]:
+        """Restore parameters, optimizer, schedules, RNG and the step clock from ``path``.
+
+        Returns:
+            What was saved beside the tensors: ``step``, ``loader_state``, ``typed_scheduler_state``,
+            ``extra`` and ``parallel_plan``.
+
+        Raises:
+            CheckpointError: it is not a checkpoint, or does not fit this session.
+        """
+        self._require_open()
+        self._require_nothing_pending("load_checkpoint()")
+        payload = load_session(self.stage, path, self.plan)
+        self._traffic.take()
+        self.step = int(payload["step"])
+        self._last_loss = float(payload["last_loss"])
+        return payload
+
+    # Life
+
+    def close(self) -> None:
+        """End the session: give back the process groups and undo the redirections of the host.
+
+        Raises:
+            SessionError: gradients are pending, unless an exception is already on its way.
+        """
+        if self._closed:
+            return
+        if self._pending.calls and not self._failed and sys.exc_info()[0] is None:
+            raise SessionError(
+                "training session has pending gradients; call finish_accumulation() to commit or "
+                "discard_accumulation() to discard them before close()."
+            )
+        self._closed = True
+        self._traffic.stop()
+        self._on_close()
+
+    def __enter__(self) -> MegatronSession:
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SessionError("distributed training session is closed.")
+        if self._failed:
+            raise SessionError("distributed training session failed in an earlier call; prepare a new one.")
+
+    def _require_nothing_pending(self, call: str) -> None:
+        if self._pending.calls:
+            raise SessionError(
+                f"finish or discard gradient accumulation before {call}; pending gradients are not state."
+            )
+
+
+class _failing:
+    """Mark a session as failed when its step raises: its ranks may have parted company."""
+
+    def __init__(self, session: MegatronSession) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, *_details: Any) -> None:
+        if kind is not None:
+            self._session._failed = True

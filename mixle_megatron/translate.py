@@ -1,0 +1,152 @@
+"""A plan, a model's fields, a precision and optimizer settings in Megatron's own configurations.
+
+Each function makes one Megatron object and nothing else; what is chosen, and why, is said where
+it is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from mixle_megatron.megatron_names import (
+    distributed_data_parallel_arguments,
+    model_parallel_arguments,
+    optimizer_arguments,
+    scheduler_arguments,
+)
+from mixle_megatron.optimizer_settings import OptimizerSettings
+
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype of model parameters and activations for each precision that is executed."""
+
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+def activation_function(name: str) -> Any:
+    """The function that a config's ``activation_func`` names, as TransformerConfig takes it."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from megatron.core import activations
+
+    return {"squared_relu": activations.squared_relu, "quick_gelu": activations.quick_gelu}[name]
+
+
+def leave_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+    """An ``init_method`` that does nothing.
+
+    Parameters are initialised from the seed and their logical names afterwards; Megatron still has
+    to run its initialisation, since that is where it marks how each parameter is sharded.
+    """
+    return tensor
+
+
+@dataclass(frozen=True)
+class Host:
+    """What of a host decides how a plan is translated.
+
+    Attributes:
+        device: where parameters live and collectives run.
+        transformer_engine: whether layers come from Transformer Engine.
+    """
+
+    device: torch.device
+    transformer_engine: bool
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether kernels that exist only for CUDA may be asked for."""
+        return self.device.type == "cuda"
+
+
+def transformer_config(
+    plan: Any, model: Mapping[str, Any], *, precision: str, host: Host
+) -> TransformerConfig:
+    """Megatron's TransformerConfig for ``plan``.
+
+    Args:
+        plan: a ``ParallelPlan`` or a record with its fields.
+        model: TransformerConfig fields of the model itself, by Megatron's names; ``activation_func``
+            may be a name.
+        precision: a key of :data:`PARAMETER_DTYPES`.
+        host: where it will run; fused kernels are asked for on CUDA alone.
+
+    The loss is summed over tokens (``calculate_per_token_loss``), so that the session divides once
+    by the tokens of the whole update, whatever their distribution over ranks and microbatches.
+    """
+    dtype = PARAMETER_DTYPES[precision]
+    fields = dict(model)
+    if isinstance(fields.get("activation_func"), str):
+        fields["activation_func"] = activation_function(fields["activation_func"])
+    fields |= {
+        **model_parallel_arguments(plan),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": precision == "bf16",
+        "calculate_per_token_loss": True,
+        "init_method": leave_uninitialised,
+        "output_layer_init_method": leave_uninitialised,
+        "embedding_init_method": leave_uninitialised,
+        "perform_initialization": True,
+        "use_cpu_initialization": False,
+        # torch layers and Transformer Engine both take the causal mask from attn_mask_type
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": host.on_cuda and _has_fused_activation(fields),
+        "bias_dropout_fusion": host.on_cuda,
+        # the fused weight gradient of local layers is an extension of apex; Transformer Engine has its own
+        "gradient_accumulation_fusion": host.transformer_engine,
+    }
+    return TransformerConfig(**fields)
+
+
+def _has_fused_activation(fields: Mapping[str, Any]) -> bool:
+    gated = fields.get("gated_linear_unit", False)
+    return fields.get("activation_func") is (functional.silu if gated else functional.gelu)
+
+
+def ddp_config(plan: Any, *, host: Host) -> DistributedDataParallelConfig:
+    """DistributedDataParallel's configuration: the distributed optimizer for every plan.
+
+    ``dp_shard`` ranks share one instance of it and ``dp_replicate`` instances exist, so that
+    ``dp_shard=1`` is the case of one rank an instance and every plan has one checkpoint format.
+    Gradients are accumulated and reduced in fp32. They are reduced while the backward pass still
+    runs on CUDA; on a CPU the reduction would only take the cores from it.
+    """
+    return DistributedDataParallelConfig(
+        **distributed_data_parallel_arguments(plan),
+        overlap_grad_reduce=host.on_cuda and plan.data_parallel_size * plan.cp > 1,
+        overlap_param_gather=False,
+        average_in_collective=False,
+    )
+
+
+def optimizer_config(settings: OptimizerSettings, *, precision: str) -> OptimizerConfig:
+    """Megatron's OptimizerConfig."""
+    return OptimizerConfig(
+        **optimizer_arguments(settings),
+        bf16=precision == "bf16",
+        params_dtype=PARAMETER_DTYPES[precision],
+    )
+
+
+def param_scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's schedule of learning rate and weight decay, which a checkpoint's own replaces."""
+    return OptimizerParamScheduler(
+        optimizer,
+        **scheduler_arguments(settings),
+        use_checkpoint_opt_param_scheduler=True,
+        override_opt_param_scheduler=False,
+    )
