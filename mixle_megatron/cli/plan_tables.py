@@ -1,0 +1,164 @@
+"""An explanation of a plan as tables on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+PIPED_WIDTH = 200
+"""Columns where the output is no terminal, so that nothing is cut from what is read later."""
+
+
+def print_plan(explanation: Mapping[str, Any]) -> None:
+    """Print the tables of :func:`mixle_megatron.explain.explain`."""
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    console.print(*_grid_lines(explanation["grids"]), sep="\n")
+    for table in (
+        *_rank_tables(explanation["ranks"]),
+        _megatron_table(explanation["megatron"]),
+        _batch_table(explanation["batch"]),
+        _memory_table(explanation["memory"]),
+        _value_table(explanation["values"]),
+    ):
+        console.print()
+        console.print(table)
+    for warning in explanation["warnings"]:
+        console.print(f"warning: {warning['field']}={warning['value']} {warning['rule']}", markup=False)
+
+
+def _grid_lines(grids: Mapping[str, Any]) -> list[str]:
+    """Both grids in numbers: Megatron multiplies experts into the ranks that are there, and adds none."""
+    lines = [f"{grids['world_size']} ranks"]
+    for name in ("dense", "expert"):
+        axes, sizes = " · ".join(grids[name]), " · ".join(map(str, grids[name].values()))
+        lines.append(f"{name} grid: {axes} = {sizes} = {grids[f'{name}_product']} ranks")
+    instances, shards = grids["num_distributed_optimizer_instances"], grids["optimizer_shards"]
+    copies = "copy" if instances == 1 else "copies"
+    lines.append(f"optimizer state: {instances} {copies}, each sharded over {shards} ranks (ZeRO-1)")
+    return lines
+
+
+def _titled(title: str, table: Table, note: str = "") -> Group:
+    """A table under its title, which may be wider than the table."""
+    return Group(Text(title, style="bold"), table, *([Text(note, style="italic")] if note else []))
+
+
+def _table(columns: Iterable[str], *, numbers: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    return table
+
+
+def _rank_tables(ranks: Mapping[str, Any]) -> list[Group]:
+    """Coordinates of the listed ranks, then their groups of more than one rank."""
+    listed = ranks["listed"]
+    title = f"Ranks: {ranks['world_size']} on {ranks['nodes']} node(s) of {ranks['ranks_per_node']}"
+    if ranks["left_out"]:
+        title += f" (the first and last of them; {ranks['left_out']} left out)"
+    mixle = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    megatron = ("dp", "etp", "ep", "edp")
+    coordinates = _table(("rank", "node", *mixle, *megatron), numbers=True)
+    for rank in listed:
+        places = [rank["mixle"][axis] for axis in mixle] + [rank["megatron"][axis] for axis in megatron]
+        _add(coordinates, [rank["rank"], rank["node"], *places], listed)
+    return [_titled(title, coordinates), _group_table(listed)]
+
+
+def _group_table(listed: Sequence[Mapping[str, Any]]) -> Group:
+    """Groups by Megatron's names: one column for those that are the same, none for those of one rank."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in listed[0]["groups"]:
+        alike.setdefault(tuple(rank["groups"][name]["ranks"] for rank in listed), []).append(name)
+    alone = [name for names in alike.values() for name in names if _is_alone(name, listed)]
+    columns = {names[0]: cells for cells, names in alike.items() if names[0] not in alone}
+    table = _table(("rank", *columns))
+    for rank, *cells in zip(listed, *columns.values(), strict=True):
+        _add(table, [rank["rank"], *cells], listed)
+    notes = [" = ".join(names) for names in alike.values() if len(names) > 1 and names[0] in columns]
+    notes += [f"of one rank each: {', '.join(alone)}"] if alone else []
+    return _titled("Groups", table, "; ".join(notes))
+
+
+def _is_alone(name: str, listed: Sequence[Mapping[str, Any]]) -> bool:
+    return all(rank["groups"][name]["size"] <= 1 for rank in listed)
+
+
+def _add(table: Table, cells: Sequence[Any], listed: Sequence[Mapping[str, Any]]) -> None:
+    """Add a rank's row, with a rule below it where the next listed rank does not follow it."""
+    number = cells[0]
+    follows = number == listed[-1]["rank"] or any(rank["rank"] == number + 1 for rank in listed)
+    table.add_row(*map(str, cells), end_section=not follows)
+
+
+def _megatron_table(megatron: Mapping[str, Mapping[str, Any]]) -> Group:
+    table = _table(("of", "argument", "value"))
+    for owner, arguments in megatron.items():
+        for index, (name, value) in enumerate(arguments.items()):
+            last = index == len(arguments) - 1
+            table.add_row("" if index else owner, name, _word(value), end_section=last)
+    return _titled("Megatron's arguments", table)
+
+
+def _batch_table(batch: Mapping[str, int]) -> Group:
+    """Sequences and tokens of each span of an update."""
+    title = (
+        f"Batch: {batch['microbatches']} microbatches a schedule call, "
+        f"{batch['gradient_accumulation_steps']} call(s) an update, "
+        f"{batch['data_parallel_size']} data-parallel rank(s)"
+    )
+    table = _table(("of", "sequences", "tokens"), numbers=True)
+    table.columns[0].justify = "left"
+    spans = {
+        "microbatch": "per_microbatch",
+        "schedule call, a rank": "per_call_and_rank",
+        "update, a rank": "per_update_and_rank",
+        "update": "per_update",
+    }
+    for name, key in spans.items():
+        table.add_row(name, f"{batch[f'sequences_{key}']:,}", f"{batch[f'tokens_{key}']:,}")
+    table.add_row(f"run of {batch['updates']:,} updates", "", f"{batch['tokens_of_run']:,}")
+    return _titled(title, table)
+
+
+def _memory_table(memory: Mapping[str, Any]) -> Group:
+    title = f"Memory of one rank ({memory['parameters']:,} parameters in the model)"
+    columns = ("stage", "layers", "parameters", "weights", "gradients", "fp32 main", "optimizer", "together")
+    table = _table(columns, numbers=True)
+    parts = ("parameter", "gradient", "main_parameter", "optimizer_state", "total")
+    for stage in memory["stages"]:
+        first, last = stage["stage"], stage["stage"] + stage["stages"] - 1
+        name = str(first) if first == last else f"{first}-{last}"
+        sizes = [_bytes(stage[f"{part}_bytes"]) for part in parts]
+        table.add_row(name, str(stage["layers"]), f"{stage['parameters']:,}", *sizes)
+    return _titled(title, table, f"not counted: {memory['not_counted']}")
+
+
+def _bytes(number: int) -> str:
+    """A byte count in binary units."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def _value_table(values: Iterable[Mapping[str, Any]]) -> Group:
+    table = _table(("key", "value", "from"))
+    for entry in values:
+        table.add_row(entry["key"], _word(entry["value"]), entry["source"])
+    return _titled("Effective values", table)
+
+
+def _word(value: Any) -> str:
+    """A value as YAML has it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

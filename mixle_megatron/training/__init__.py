@@ -1,0 +1,1 @@
+"""The pretraining run: its ranks, its loop, and what it shows and leaves behind."""

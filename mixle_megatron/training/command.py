@@ -1,0 +1,119 @@
+"""``mixle-megatron pretrain``: what this process is, and what it therefore does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mixle_megatron.config.check import located
+from mixle_megatron.config.load import LoadedConfig, check_config, load_config
+from mixle_megatron.config.schema import Config, effective_plan
+from mixle_megatron.rules import verdict
+from mixle_megatron.training.joining import is_one_of_many, join
+from mixle_megatron.training.launch import launch_local_ranks
+from mixle_megatron.training.progress import ReadingProgress
+from mixle_megatron.training.quiet import quieten
+from mixle_megatron.training.run_directory import RunDirectory, continued, resume_faults
+from mixle_megatron.training.signals import StopRequest
+
+DONE, FAILED, STOPPED_EARLY = 0, 1, 3
+_DATA_CACHE = ".data"
+
+
+def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
+    """Check the config, then start the plan's local ranks, or train as the rank that this process is.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 refused, 3 stopped early with a checkpoint.
+
+    Raises:
+        Refused: with all faults, before any rank is started or any process group made.
+    """
+    join()
+    quieten()
+    config = checked(load_config(path, overrides))
+    directory = RunDirectory(config)
+    if _finished(directory, config):
+        return DONE
+    ranks = effective_plan(config).world_size
+    if ranks == 1 or is_one_of_many():
+        return _train(config)
+    return _launch(config, directory, ranks, [str(path), *overrides])
+
+
+def checked(loaded: LoadedConfig) -> Config:
+    """The config, judged by every rule, by this host's data and by the run that it goes on from."""
+    world_size = int(os.environ["WORLD_SIZE"]) if is_one_of_many() else None
+    faults = check_config(loaded, world_size=world_size, here=True)
+    verdict(faults)
+    stored = RunDirectory(loaded.config).stored_values()
+    if stored is None:
+        return loaded.config
+    config = continued(loaded.config, stored)
+    verdict(located(resume_faults(config, stored), loaded.sources))
+    return config
+
+
+def _finished(directory: RunDirectory, config: Config) -> bool:
+    step = directory.latest_step()
+    if step is None or step < config.run.steps:
+        return False
+    if _speaks():
+        print(f"{directory.path} has finished: step {step} of {config.run.steps}. Raise run.steps to go on.")
+    return True
+
+
+def _speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _streams(config: Config) -> Any:
+    from mixle_megatron.data import prepare_text_data
+
+    with ReadingProgress(shown=_speaks()) as progress:
+        return prepare_text_data(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=config.run.seed,
+            cache_dir=Path(config.run.dir).expanduser() / _DATA_CACHE,
+            progress=progress,
+        )
+
+
+def _launch(config: Config, directory: RunDirectory, ranks: int, arguments: list[str]) -> int:
+    """Start local ranks; the text is read once, here, before they are there to wait for it."""
+    _streams(config)
+    directory.stopped.unlink(missing_ok=True)
+    print(f"starting {ranks} local ranks of {config.run.name}", flush=True)
+    code = launch_local_ranks(ranks, ["pretrain", *arguments], threads_per_rank=threads(config, ranks))
+    if code == DONE and directory.stopped.exists():
+        return stopped_code(json.loads(directory.stopped.read_text(encoding="utf-8"))["checkpoint"])
+    return code
+
+
+def threads(config: Config, local_ranks: int) -> int:
+    """CPU threads of each rank: what is stated, else an equal share of the cores."""
+    stated = config.host.threads_per_rank
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks) if stated == "auto" else stated
+
+
+def _train(config: Config) -> int:
+    stop = StopRequest().install()
+    streams = _streams(config)
+    from mixle_megatron.training.pretraining import pretrain
+
+    outcome = pretrain(config, streams, stop)
+    if outcome.stopped_by is None:
+        return DONE
+    # An elastic agent takes every other code for a failure; stopped.json tells its caller.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return DONE
+    return stopped_code(outcome.checkpoint)
+
+
+def stopped_code(checkpoint: Any) -> int:
+    """3 where there is a checkpoint to go on from, 1 where checkpoints are switched off."""
+    return FAILED if checkpoint is None else STOPPED_EARLY

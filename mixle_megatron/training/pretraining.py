@@ -1,0 +1,272 @@
+"""The pretraining loop of one rank, from a checked config to a finished or stopped run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mixle_megatron.backend import MegatronBackend
+from mixle_megatron.config.schema import Config, decay_steps, effective_plan
+from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
+from mixle_megatron.errors import SessionError
+from mixle_megatron.models.gpt import GPT
+from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.session import MegatronSession
+from mixle_megatron.training.progress import TrainingProgress
+from mixle_megatron.training.records import Records, wants_tensorboard
+from mixle_megatron.training.run_directory import RunDirectory
+from mixle_megatron.training.signals import StopRequest
+from mixle_megatron.training.summary import (
+    Summary,
+    last_evaluation,
+    losses_of,
+    mean_of_last,
+    print_summary,
+)
+
+_MOST_SKIPPED = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this rank.
+
+    Attributes:
+        step: committed updates.
+        stopped_by: the signal that ended it early, or None.
+        checkpoint: the checkpoint to go on from, or None.
+    """
+
+    step: int
+    stopped_by: str | None
+    checkpoint: Path | None
+
+
+def pretrain(config: Config, streams: TokenStreams, stop: StopRequest) -> Outcome:
+    """Run ``config`` on this rank until run.steps are committed or it is asked to stop.
+
+    Args:
+        config: checked, with the decay of the run that it goes on from.
+        streams: the tokens to train on and to hold out.
+        stop: set by a signal; all ranks end at the same step boundary.
+    """
+    directory = RunDirectory(config)
+    tensorboard = wants_tensorboard(config.logging.tensorboard)
+    with _session(config) as session:
+        run = PretrainingRun(config, streams, session, directory, stop, tensorboard=tensorboard)
+        return run.run()
+
+
+@contextmanager
+def _session(config: Config) -> Iterator[MegatronSession]:
+    if config.host.threads_per_rank != "auto":
+        torch.set_num_threads(config.host.threads_per_rank)
+    starts_group = not dist.is_initialized()
+    session = MegatronBackend().prepare(
+        GPT(config.model, seed=config.run.seed),
+        plan=effective_plan(config).to_parallel_plan(),
+        precision=config.precision,
+        optimizer=OptimizerSettings.from_section(config.optimizer, decay_steps=decay_steps(config)),
+        device=None if config.host.device == "auto" else config.host.device,
+        timeout_minutes=config.host.timeout_minutes,
+        seed=config.run.seed,
+    )
+    try:
+        yield session
+    finally:
+        session.close()
+        if starts_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class PretrainingRun:
+    """One rank's pretraining, with everything that it writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        streams: TokenStreams,
+        session: MegatronSession,
+        directory: RunDirectory,
+        stop: StopRequest,
+        *,
+        tensorboard: bool,
+    ) -> None:
+        self._config = config
+        self._streams = streams
+        self._session = session
+        self._directory = directory
+        self._stop = stop
+        self._loader = _loader(config, streams, session)
+        self._validation = _validation(config, streams, session)
+        self._saved_step = self._resume()
+        self._records = Records(directory, writes=session.is_logging_rank, tensorboard=tensorboard)
+        self._progress = TrainingProgress(
+            config.logging.progress,
+            first=session.step,
+            steps=config.run.steps,
+            every=config.logging.every,
+            shown=session.is_logging_rank,
+        )
+
+    def run(self) -> Outcome:
+        """Train to the end, or to the step boundary after a signal."""
+        began = perf_counter()
+        with self._progress:
+            stopped_by = self._train()
+            if not stopped_by and self._validation_is_due(at_end=True):
+                self._evaluate()
+            self._save()
+        self._records.close()
+        outcome = Outcome(self._session.step, stopped_by, self._checkpoint())
+        if self._session.is_logging_rank:
+            self._finish(outcome, perf_counter() - began)
+        return outcome
+
+    def _resume(self) -> int | None:
+        """Go on from the newest checkpoint; return its step, or None where the run begins."""
+        step = self._directory.latest_step()
+        if step is not None:
+            payload = self._session.load_checkpoint(str(self._directory.checkpoint(step)))
+            self._loader.load_state_dict(payload["loader_state"])
+        # Every rank has read the folder before the first one changes it.
+        dist.barrier()
+        if self._session.is_logging_rank:
+            self._directory.start(self._config, self._session.step)
+        return step
+
+    def _train(self) -> str | None:
+        """Commit updates until run.steps; return the name of the signal that ended it before."""
+        skipped = 0
+        while self._session.step < self._config.run.steps:
+            if self._asked_to_stop():
+                return self._stop.signal_name or "another rank's signal"
+            receipt = self._update()
+            if receipt.skipped:
+                skipped += 1
+                self._report_skipped(receipt, skipped)
+                continue
+            skipped = 0
+            self._records.receipt(receipt)
+            self._progress.update(receipt.step, receipt.loss, receipt.global_tokens)
+            self._between_updates()
+        return None
+
+    def _update(self) -> Any:
+        receipts = [self._session.train_batch(inputs, targets) for inputs, targets in next(self._loader)]
+        return receipts[-1]
+
+    def _between_updates(self) -> None:
+        if self._validation_is_due():
+            self._evaluate()
+        every = self._config.checkpoint.every
+        if every and self._session.step % every == 0:
+            self._save()
+
+    def _report_skipped(self, receipt: Any, number: int) -> None:
+        self._progress.say(f"skipped an update after step {receipt.step}: {receipt.extra['reason']}")
+        if number >= _MOST_SKIPPED:
+            raise SessionError(
+                f"{number} updates in a row were skipped ({receipt.extra['reason']}); "
+                "go back to the last checkpoint, with a lower learning rate"
+            )
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was: all of them have to leave the loop at the same step."""
+        return self._session.reduce_world(float(bool(self._stop)))[0] > 0
+
+    def _validation_is_due(self, *, at_end: bool = False) -> bool:
+        every = self._config.evaluation.every
+        if not every or not len(self._validation):
+            return False
+        due = self._session.step % every == 0
+        return not due if at_end else due
+
+    def _evaluate(self) -> None:
+        with self._progress.pause():
+            evaluations = [self._session.evaluate(inputs, targets) for inputs, targets in self._validation]
+        tokens = sum(evaluation.tokens for evaluation in evaluations)
+        loss = sum(evaluation.loss_sum for evaluation in evaluations) / tokens
+        self._records.evaluation(self._session.step, loss, tokens)
+        self._progress.say(f"step {self._session.step}  validation loss {loss:.4f}")
+
+    def _save(self) -> None:
+        step = self._session.step
+        if not self._config.checkpoint.every or self._saved_step == step:
+            return
+        with self._progress.pause():
+            path = self._directory.checkpoint(step)
+            self._session.save_checkpoint(str(path), loader_state=self._loader.state_dict())
+            if self._session.is_logging_rank:
+                self._directory.announce(step)
+                self._directory.keep_newest(self._config.checkpoint.keep)
+        self._saved_step = step
+        self._progress.say(f"step {step}  checkpoint {path}")
+
+    def _checkpoint(self) -> Path | None:
+        return None if self._saved_step is None else self._directory.checkpoint(self._saved_step)
+
+    def _finish(self, outcome: Outcome, seconds: float) -> None:
+        if outcome.stopped_by:
+            checkpoint = str(outcome.checkpoint) if outcome.checkpoint else None
+            self._directory.write_stopped(
+                {"step": outcome.step, "signal": outcome.stopped_by, "checkpoint": checkpoint}
+            )
+        title = f"{self._config.run.name}: " + (
+            f"stopped by {outcome.stopped_by} at step {outcome.step} of {self._config.run.steps}"
+            if outcome.stopped_by
+            else "finished"
+        )
+        if self._config.logging.progress != "off":
+            print_summary(title, summarise(self._directory, self._streams, outcome.checkpoint, seconds))
+
+
+def summarise(
+    directory: RunDirectory, streams: TokenStreams, checkpoint: Path | None, seconds: float
+) -> Summary:
+    """What the run came to over all its starts; ``seconds`` is the time of this one."""
+    losses = losses_of(directory.receipts)
+    unigram, bigram = byte_entropies(streams.train)
+    return Summary(
+        steps=len(losses),
+        first_loss=losses[0][0] if losses else None,
+        last_loss=losses[-1][0] if losses else None,
+        mean_of_last=mean_of_last(losses),
+        validation_loss=last_evaluation(directory.evaluations),
+        unigram_entropy=unigram,
+        bigram_entropy=bigram,
+        tokens=sum(tokens for _, tokens in losses),
+        seconds=seconds,
+        checkpoint=checkpoint,
+    )
+
+
+def _loader(config: Config, streams: TokenStreams, session: MegatronSession) -> GlobalBatchLoader:
+    return GlobalBatchLoader(
+        streams.training_windows(),
+        global_batch_size=config.batch.global_batch_size,
+        micro_batch_size=config.batch.micro_batch_size,
+        data_parallel_rank=session.data_parallel_rank,
+        data_parallel_size=session.data_parallel_size,
+        gradient_accumulation_steps=session.plan.gradient_accumulation_steps,
+        microbatches=session.plan.microbatches,
+    )
+
+
+def _validation(config: Config, streams: TokenStreams, session: MegatronSession) -> ValidationBatches:
+    batch = config.batch
+    return ValidationBatches(
+        streams.validation_windows(),
+        batches=config.evaluation.batches * batch.global_batch_size // batch.micro_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+        data_parallel_rank=session.data_parallel_rank,
+        data_parallel_size=session.data_parallel_size,
+        microbatches=session.plan.microbatches,
+    )
