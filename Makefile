@@ -1,6 +1,7 @@
 # PYTHON=python3.11 (a name or a path) chooses the interpreter; scripts/setup says how it is found.
 PYTHON ?=
 TESTS ?=
+ARGS ?=
 export PYTHON
 
 # Every target but help and clean sets up first, which takes no time where it is done already.
@@ -14,8 +15,8 @@ help: ## list the targets
 setup: ## make the environment (.venv, or .venv-X.Y with PYTHON=pythonX.Y)
 	@scripts/setup
 
-demo: ## pretrain a small GPT on two local ranks; goes on where it was stopped
-	@$(IN_ENVIRONMENT)/mixle-megatron pretrain configs/tiny_gpt_cpu.yaml
+demo: ## pretrain a small GPT on two local ranks, with ARGS="key=value ..."; goes on where it was stopped
+	@$(IN_ENVIRONMENT)/mixle-megatron pretrain configs/tiny_gpt_cpu.yaml $(ARGS)
 
 test: ## run the tests, or those that TESTS="tests/a.py tests/b.py" names
 	@$(IN_ENVIRONMENT)/python -m pytest $(TESTS)

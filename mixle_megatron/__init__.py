@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mixle_megatron.registration import backend, register, register_when_mixle_is_there
+from mixle_megatron.registration import register, register_when_mixle_is_there
 
 __version__ = "0.1.0.dev0"
 
@@ -26,7 +26,7 @@ _PUBLIC = {
     "Unsupported": "mixle_megatron.errors",
 }
 
-__all__ = ["__version__", "backend", "register", *sorted(_PUBLIC)]
+__all__ = ["__version__", "register", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan
 
@@ -14,6 +12,7 @@ from mixle_megatron.capabilities import CAPABILITIES
 from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
 from mixle_megatron.launch_environment import environment_faults
 from mixle_megatron.models.provider import ModelProvider
+from mixle_megatron.optimizer_choice import optimizer_receipt, resolve_optimizer
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import (
@@ -23,7 +22,7 @@ from mixle_megatron.process_groups import (
     make_groups,
     start_default_group,
 )
-from mixle_megatron.rules import all_faults, verdict
+from mixle_megatron.rules import NOT_EXECUTED, all_faults, recompute_faults, verdict
 from mixle_megatron.session import MegatronSession
 from mixle_megatron.stage import Stage
 from mixle_megatron.translate import Host
@@ -72,15 +71,15 @@ class MegatronBackend:
         """
         if unknown:
             raise TypeError(f"unexpected megatron backend options: {', '.join(sorted(unknown))}")
-        _refuse_what_is_not_executed(module, scheduler, compile)
+        _require_provider(module)
         record = PlanRecord.from_plan(plan)
         dimensions = module.dimensions(record.tp)
         refuse_if_any([] if dist.is_initialized() else environment_faults())
         faults = all_faults(record, model=dimensions, precision=precision, world_size=available_world_size())
         settings, setting_faults = resolve_optimizer(optimizer, lr, max_grad_norm)
-        verdict(faults + setting_faults)
-        device = choose_device(device)
-        host = Host(device, has_transformer_engine(device))
+        faults += _recompute_faults(module, record) + setting_faults
+        verdict(faults + _not_executed_faults(scheduler, compile))
+        host = Host.of(choose_device(device))
         return self._open(module, plan, dimensions, host, settings, precision, timeout_minutes, seed)
 
     def _open(
@@ -123,67 +122,30 @@ def _undo(steps: list[Any]) -> None:
         steps.pop()()
 
 
-def _refuse_what_is_not_executed(module: Any, scheduler: Any, compile: bool) -> None:
-    faults = []
+def _require_provider(module: Any) -> None:
     if not isinstance(module, ModelProvider):
         rule = "is not a model this backend can build"
-        faults.append(Fault("module", type(module).__name__, rule, "give it a mixle_megatron.models.gpt.GPT"))
+        remedy = "give it a mixle_megatron.models.gpt.GPT"
+        raise Unsupported([Fault("module", type(module).__name__, rule, remedy)])
+
+
+def _recompute_faults(provider: ModelProvider, plan: PlanRecord) -> list[Fault]:
+    fields = provider.transformer_fields()
+    return recompute_faults(
+        fields.get("recompute_granularity") or "none",
+        fields.get("recompute_method") or "none",
+        fields.get("recompute_num_layers"),
+        layers_per_stage=max(fields["num_layers"] // plan.pp, 1),
+    )
+
+
+def _not_executed_faults(scheduler: Any, compile: bool) -> list[Fault]:
+    faults = []
     if scheduler is not None:
+        rule = NOT_EXECUTED + "schedules are part of the optimizer's settings"
         remedy = "set schedule, warmup_steps and decay_steps in OptimizerSettings"
-        faults.append(Fault("scheduler", scheduler, "is not executed by this version", remedy))
+        faults.append(Fault("scheduler", type(scheduler).__name__, rule, remedy))
     if compile:
-        faults.append(Fault("compile", True, "is not executed by this version", "use compile=False"))
-    if faults:
-        raise Unsupported(faults)
-
-
-_TORCH_DEFAULTS = {
-    # torch.optim.Adam and torch.optim.SGD, as mixle's torch_native resolves these names
-    "adam": OptimizerSettings(name="adam", weight_decay=0.0, decoupled_weight_decay=False, clip_grad=0.0),
-    "sgd": OptimizerSettings(name="sgd", weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0),
-}
-
-
-def resolve_optimizer(
-    optimizer: Any, lr: float | None, max_grad_norm: float | None
-) -> tuple[OptimizerSettings, list[Fault]]:
-    """The settings that ``prepare``'s arguments amount to, and what is wrong with them."""
-    if isinstance(optimizer, OptimizerSettings):
-        given = {"lr": lr, "max_grad_norm": max_grad_norm}
-        faults = [
-            Fault(
-                name, value, "is given beside OptimizerSettings, which states it too", "give it in one place"
-            )
-            for name, value in given.items()
-            if value is not None
-        ]
-        return optimizer, faults
-    name = "adam" if optimizer is None else optimizer
-    if name not in _TORCH_DEFAULTS:
-        fault = Fault(
-            "optimizer",
-            optimizer,
-            "is not an optimizer of this backend",
-            "use adam, sgd or OptimizerSettings",
-        )
-        return _TORCH_DEFAULTS["adam"], [fault]
-    changes: dict[str, float] = {}
-    if lr is not None:
-        changes["lr"] = float(lr)
-    if max_grad_norm is not None:
-        changes["clip_grad"] = float(max_grad_norm)
-    return dataclasses.replace(_TORCH_DEFAULTS[name], **changes), []
-
-
-def optimizer_receipt(settings: OptimizerSettings) -> dict[str, Any]:
-    """The optimizer by name, with its settings, as receipts and checkpoints carry it."""
-    return {**dataclasses.asdict(settings), "name": f"megatron_{settings.name}"}
-
-
-def has_transformer_engine(device: torch.device) -> bool:
-    """Whether layers can come from Transformer Engine: it needs CUDA, and Megatron must import it."""
-    if device.type != "cuda":
-        return False
-    from megatron.core.extensions import transformer_engine
-
-    return transformer_engine.HAVE_TE
+        rule = NOT_EXECUTED + "torch.compile is not built in"
+        faults.append(Fault("compile", True, rule, "use compile=False"))
+    return faults

@@ -333,6 +333,10 @@ class MegatronSession:
     def load_checkpoint(self, path: str, *, allow_world_size_change: bool = True) -> dict[str, Any]:
         """Restore parameters, optimizer, schedules, RNG and the step clock from ``path``.
 
+        Args:
+            path: a folder that :meth:`save_checkpoint` wrote, under whatever plan.
+            allow_world_size_change: whether another number of ranks may have written it.
+
         Returns:
             What was saved beside the tensors: ``step``, ``loader_state``, ``typed_scheduler_state``,
             ``extra`` and ``parallel_plan``.
@@ -342,7 +346,7 @@ class MegatronSession:
         """
         self._require_open()
         self._require_nothing_pending("load_checkpoint()")
-        payload = load_session(self.stage, path, self.plan)
+        payload = load_session(self.stage, path, self.plan, other_worlds=allow_world_size_change)
         self._traffic.take()
         self.step = int(payload["step"])
         self._last_loss = float(payload["last_loss"])

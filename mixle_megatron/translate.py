@@ -60,10 +60,22 @@ class Host:
     Attributes:
         device: where parameters live and collectives run.
         transformer_engine: whether layers come from Transformer Engine.
+        overlaps_reduction: whether gradients are reduced while the backward pass still runs. On a
+            CPU the reduction would only take the cores from it.
     """
 
     device: torch.device
     transformer_engine: bool
+    overlaps_reduction: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> Host:
+        """What ``device`` gives; Transformer Engine needs CUDA, and Megatron has to find it."""
+        if device.type != "cuda":
+            return cls(device, transformer_engine=False, overlaps_reduction=False)
+        from megatron.core.extensions import transformer_engine
+
+        return cls(device, transformer_engine=transformer_engine.HAVE_TE, overlaps_reduction=True)
 
     @property
     def on_cuda(self) -> bool:
@@ -104,7 +116,8 @@ def transformer_config(
         # torch layers and Transformer Engine both take the causal mask from attn_mask_type
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "bias_activation_fusion": host.on_cuda and _has_fused_activation(fields),
+        # Megatron's fused gelu is the tanh approximation, and gelu means the exact one here
+        "bias_activation_fusion": host.on_cuda and _is_swiglu(fields),
         "bias_dropout_fusion": host.on_cuda,
         # the fused weight gradient of local layers is an extension of apex; Transformer Engine has its own
         "gradient_accumulation_fusion": host.transformer_engine,
@@ -112,9 +125,8 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def _has_fused_activation(fields: Mapping[str, Any]) -> bool:
-    gated = fields.get("gated_linear_unit", False)
-    return fields.get("activation_func") is (functional.silu if gated else functional.gelu)
+def _is_swiglu(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("gated_linear_unit")) and fields.get("activation_func") is functional.silu
 
 
 def ddp_config(plan: Any, *, host: Host) -> DistributedDataParallelConfig:
@@ -122,12 +134,11 @@ def ddp_config(plan: Any, *, host: Host) -> DistributedDataParallelConfig:
 
     ``dp_shard`` ranks share one instance of it and ``dp_replicate`` instances exist, so that
     ``dp_shard=1`` is the case of one rank an instance and every plan has one checkpoint format.
-    Gradients are accumulated and reduced in fp32. They are reduced while the backward pass still
-    runs on CUDA; on a CPU the reduction would only take the cores from it.
+    Gradients are accumulated and reduced in fp32.
     """
     return DistributedDataParallelConfig(
         **distributed_data_parallel_arguments(plan),
-        overlap_grad_reduce=host.on_cuda and plan.data_parallel_size * plan.cp > 1,
+        overlap_grad_reduce=host.overlaps_reduction and plan.data_parallel_size * plan.cp > 1,
         overlap_param_gather=False,
         average_in_collective=False,
     )

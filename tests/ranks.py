@@ -1,6 +1,7 @@
 """Runs functions of the tests on real ranks: long-lived worker processes, one gloo group a call.
 
-Starting Megatron costs a process about five seconds, so the workers stay for the whole test session.
+Starting Megatron costs a process about five seconds, so one server imports it and the workers, which
+stay for the whole test session, fork from that server: it has no threads and no group of its own.
 A function is given by reference: it stands at the top of a module that a worker can import.
 """
 
@@ -76,7 +77,8 @@ class _Worker:
     """One process and this end of its pipe."""
 
     def __init__(self, port: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["mixle_megatron.backend"])
         self.connection, theirs = context.Pipe()
         # not a daemon: Megatron's checkpoint writer starts processes of its own
         self.process = context.Process(target=_serve, args=(theirs, port))

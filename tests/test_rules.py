@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixle_megatron.errors import Fault, Refused, Unsupported
+from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import (
     BatchDimensions,
     ModelDimensions,
-    ScheduleDimensions,
     all_faults,
     batch_faults,
     model_faults,
@@ -255,7 +255,7 @@ def test_recomputation_has_megatrons_conditions() -> None:
     ],
 )
 def test_schedules_have_megatrons_conditions(changes: dict[str, object], field: str) -> None:
-    sound = ScheduleDimensions(lr=0.1, decay_steps=10)
+    sound = OptimizerSettings(lr=0.1, decay_steps=10)
     assert schedule_faults(sound) == []
     assert fields(schedule_faults(dataclasses.replace(sound, **changes))) == [f"optimizer.{field}"]
 

@@ -21,6 +21,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mixle_megatron.stage import Stage
 
 _VALUE = "param"
+_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_TORCH_OPTIMIZERS = (*_TORCH_ADAMS, torch.optim.SGD)
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -63,12 +65,12 @@ def _set_step(optimizer: Any, step: int) -> None:
     apex keep one number a group.
     """
     for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            if "step" in group:
-                group["step"] = step
         for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        if not isinstance(part.optimizer, _TORCH_OPTIMIZERS):
+            for group in part.optimizer.param_groups:
+                group["step"] = step
 
 
 def _model_parameters(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -93,7 +95,7 @@ def _own_tensors(part: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor |
     for moment in moments(part):
         if state.get(moment) is None:
             state[moment] = torch.zeros_like(value, dtype=torch.float32)
-    if isinstance(part.optimizer, torch.optim.Adam):
+    if isinstance(part.optimizer, _TORCH_ADAMS):
         state.setdefault("step", torch.tensor(0.0))
     return {_VALUE: value} | {moment: state[moment] for moment in moments(part)}
 

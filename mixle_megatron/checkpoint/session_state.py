@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
 from mixle_megatron.errors import CheckpointError
@@ -40,24 +41,37 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
     _on_first_rank(lambda: _replace(aside, final))
 
 
-def load_session(stage: Stage, path: str, plan: Any) -> dict[str, Any]:
+def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = True) -> dict[str, Any]:
     """Restore the stage from the folder ``path`` and return the payload that was saved with it.
 
     The generators' states belong to the ranks of one plan; under another plan they are left alone.
+
+    Args:
+        stage: what to restore.
+        path: a folder that :func:`save_session` wrote.
+        plan: the plan of ``stage``.
+        other_worlds: whether it may have been saved by another number of ranks.
 
     Raises:
         CheckpointError: it is not a checkpoint, or its tensors are not those of this model.
     """
     saved = read_payload(path)
+    ranks = saved["parallel_plan"]["world_size"]
+    if ranks != plan.world_size and not other_worlds:
+        raise CheckpointError(
+            f"{path} was saved at world size {ranks}, and this session has {plan.world_size}; "
+            "pass allow_world_size_change=True to reshard it"
+        )
     state = sharded_state(stage)
     same_plan = saved["parallel_plan"] == plan.as_dict()
     if same_plan:
         state["random"] = _ranked(None)
     try:
         loaded = dist_checkpointing.load(state, path)
-    except (CheckpointingException, KeyError, ValueError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model, plan and optimizer: {error}") from error
     stage.module.load_state_dict(loaded["model"])
+    stage.scheduler.num_steps = 0  # Megatron's scheduler adds the steps that it loads to its own
     stage.scheduler.load_state_dict(loaded["scheduler"])
     restore_optimizer(stage, loaded["optimizer"])
     restore_loss_scale(stage.optimizer, loaded["loss_scale"])

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mixle_megatron.config.schema import batch_of, dimensions_of
+from mixle_megatron.config.schema import batch_of, decay_steps_of, dimensions_of
 from mixle_megatron.errors import Fault
+from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import (
-    ScheduleDimensions,
     batch_faults,
     model_faults,
     plan_faults,
@@ -78,11 +78,9 @@ def _batch(sections: Mapping[str, Any]) -> list[Fault]:
 
 
 def _schedule(sections: Mapping[str, Any]) -> list[Fault]:
-    optimizer, run = sections["optimizer"], sections["run"]
-    names = ScheduleDimensions.__dataclass_fields__
-    values = {name: getattr(optimizer, name) for name in names}
-    values["decay_steps"] = optimizer.decay_steps or max(run.steps, optimizer.warmup_steps + 1)
-    return schedule_faults(ScheduleDimensions(**values))
+    optimizer = sections["optimizer"]
+    decay_steps = decay_steps_of(optimizer, sections["run"])
+    return schedule_faults(OptimizerSettings.from_section(optimizer, decay_steps=decay_steps))
 
 
 def located(faults: Iterable[Fault], sources: Mapping[str, str]) -> list[Fault]:

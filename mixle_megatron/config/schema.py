@@ -125,8 +125,12 @@ def dimensions_of(model: ModelSection, tp: int = 1) -> ModelDimensions:
 
 def decay_steps(config: Config) -> int:
     """Updates over which the learning rate decays, warm-up included."""
-    optimizer = config.optimizer
-    return optimizer.decay_steps or max(config.run.steps, optimizer.warmup_steps + 1)
+    return decay_steps_of(config.optimizer, config.run)
+
+
+def decay_steps_of(optimizer: OptimizerSection, run: RunSection) -> int:
+    """The same, from the two sections that state it."""
+    return optimizer.decay_steps or max(run.steps, optimizer.warmup_steps + 1)
 
 
 def effective_config(config: Config) -> Config:

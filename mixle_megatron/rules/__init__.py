@@ -28,7 +28,6 @@ from mixle_megatron.rules.plan import (
 from mixle_megatron.rules.training import (
     PRECISIONS,
     PRECISIONS_NOT_EXECUTED,
-    ScheduleDimensions,
     precision_faults,
     schedule_faults,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "BatchDimensions",
     "Fault",
     "ModelDimensions",
-    "ScheduleDimensions",
     "all_faults",
     "axis_faults",
     "batch_faults",

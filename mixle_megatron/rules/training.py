@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mixle_megatron.errors import Fault
+from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.rules.nearest import listed
 from mixle_megatron.rules.verdict import NOT_EXECUTED
 
@@ -26,37 +25,6 @@ PRECISIONS_NOT_EXECUTED = {
 """Precision names that are known and that this version does not execute, with the reason."""
 
 
-@dataclass(frozen=True)
-class ScheduleDimensions:
-    """The numbers of Megatron's ``OptimizerParamScheduler``; steps are optimizer updates.
-
-    Attributes:
-        lr: highest learning rate.
-        min_lr: learning rate at the end of the decay.
-        init_lr: learning rate at the start of the warm-up.
-        warmup_steps: updates of the warm-up.
-        decay_steps: updates of warm-up and decay together.
-        schedule: Megatron's ``lr_decay_style``.
-        wsd_decay_steps: updates of the decay that ends a WSD schedule, or None.
-        weight_decay: weight decay where it is constant.
-        start_weight_decay: weight decay at the start, or None.
-        end_weight_decay: weight decay at the end, or None.
-        weight_decay_incr_style: ``constant``, ``linear`` or ``cosine``.
-    """
-
-    lr: float
-    min_lr: float = 0.0
-    init_lr: float = 0.0
-    warmup_steps: int = 0
-    decay_steps: int = 1
-    schedule: str = "constant"
-    wsd_decay_steps: int | None = None
-    weight_decay: float = 0.01
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    weight_decay_incr_style: str = "constant"
-
-
 def precision_faults(precision: str, *, field: str = "precision") -> list[Fault]:
     """Whether this version executes the precision."""
     if precision in PRECISIONS:
@@ -68,12 +36,12 @@ def precision_faults(precision: str, *, field: str = "precision") -> list[Fault]
     return [Fault(field, precision, NOT_EXECUTED + reason, remedy)]
 
 
-def schedule_faults(schedule: ScheduleDimensions, *, prefix: str = "optimizer") -> list[Fault]:
+def schedule_faults(schedule: OptimizerSettings, *, prefix: str = "optimizer") -> list[Fault]:
     """What Megatron's ``OptimizerParamScheduler`` asserts, said before it is built."""
     return [*_learning_rate_faults(schedule, prefix), *_weight_decay_faults(schedule, prefix)]
 
 
-def _learning_rate_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
+def _learning_rate_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault]:
     faults = []
     for name in ("min_lr", "init_lr"):
         value = getattr(schedule, name)
@@ -87,7 +55,7 @@ def _learning_rate_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fau
     return faults + _wsd_faults(schedule, prefix)
 
 
-def _wsd_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
+def _wsd_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault]:
     """A WSD schedule decays in its last ``wsd_decay_steps``, after the warm-up."""
     if schedule.schedule != "WSD":
         return []
@@ -102,9 +70,8 @@ def _wsd_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
     return []
 
 
-def _weight_decay_faults(schedule: ScheduleDimensions, prefix: str) -> list[Fault]:
-    start = schedule.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
-    end = schedule.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+def _weight_decay_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault]:
+    start, end = schedule.start_weight_decay_value, schedule.end_weight_decay_value
     if schedule.weight_decay_incr_style == "constant" and start != end:
         rule = (
             f"is not {prefix}.start_weight_decay={start:g}, and {prefix}.weight_decay_incr_style is constant"
