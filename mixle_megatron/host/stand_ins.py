@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,10 +81,9 @@ def current_stream(device: Any = None) -> Stream:
     return _STREAM
 
 
-@contextmanager
-def stream_context(stream: Any):
-    """``with torch.cuda.stream(s):`` runs its body in place."""
-    yield stream
+def stream_context(stream: Any) -> Stream:
+    """``with torch.cuda.stream(s):`` runs its body in place; Megatron enters one context repeatedly."""
+    return _STREAM
 
 
 def current_device() -> torch.device:
