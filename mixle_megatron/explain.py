@@ -8,7 +8,7 @@ from typing import Any
 
 from mixle_megatron import megatron_names, memory
 from mixle_megatron.config.here import here_faults
-from mixle_megatron.config.load import COMMAND_LINE, LoadedConfig
+from mixle_megatron.config.load import COMMAND_LINE, LoadedConfig, warnings_of
 from mixle_megatron.config.schema import (
     Config,
     batch_dimensions,
@@ -52,7 +52,7 @@ def explain(loaded: LoadedConfig, *, ranks_per_node: int = RANKS_PER_NODE) -> di
         "memory": _memory(config, plan),
         "ranks": _ranks(topology, ranks_per_node),
         "values": _values(loaded),
-        "warnings": [fault.as_dict() for fault in here_faults(config)],
+        "warnings": [fault.as_dict() for fault in [*warnings_of(loaded), *here_faults(config)]],
     }
 
 

@@ -67,6 +67,9 @@ def choose_device(requested: Any = None) -> torch.device:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        rule = f"is not one of this host's {torch.cuda.device_count()} CUDA devices"
+        raise Refused([Fault("LOCAL_RANK", device.index, rule, "start one rank a device")])
     return device
 
 

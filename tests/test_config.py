@@ -13,6 +13,7 @@ from mixle_megatron.config.load import (
     config_from_mapping,
     load_config,
     resolved_yaml,
+    warnings_of,
 )
 from mixle_megatron.config.schema import (
     Config,
@@ -292,3 +293,24 @@ def test_options_are_frozen() -> None:
         *("optimizer", "plan", "precision", "run"),
     ]
     assert len(list(dotted_keys())) == 78
+
+
+UNREAD = {
+    "optimizer.adam_beta1=0.8": "optimizer.name=sgd",
+    "optimizer.sgd_momentum=0.5": "optimizer.name=adam",
+    "optimizer.min_lr=0.0001": "optimizer.schedule=constant",
+    "optimizer.init_lr=0.0001": "optimizer.warmup_steps=0",
+    "optimizer.wsd_decay_steps=3": "optimizer.schedule=cosine",
+    "model.rotary_base=5000": "model.position_embedding_type=learned_absolute",
+    "model.add_qkv_bias=true": "model.add_bias_linear=true",
+}
+
+
+@pytest.mark.parametrize("value", UNREAD)
+def test_a_value_without_effect_is_a_warning_with_its_reason(value: str) -> None:
+    (warning,) = warnings_of(tiny(value, UNREAD[value]))
+    assert str(warning).lower() == f"command line: {value} has no effect with {UNREAD[value]}".lower()
+
+
+def test_the_example_states_nothing_to_no_effect() -> None:
+    assert warnings_of(tiny()) == []

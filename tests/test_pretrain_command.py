@@ -62,7 +62,8 @@ def test_a_signal_ends_it_with_a_checkpoint_and_the_same_command_goes_on(number:
     assert stopped["step"] == reached
     assert stopped["signal"] == signal.Signals(number).name
 
-    again = finish(tmp_path, *TWO_RANKS, f"run.steps={reached + 2}", "optimizer.decay_steps=100000")
+    longer = (f"run.steps={reached + 2}", "optimizer.decay_steps=100000")
+    again = finish(tmp_path, *TWO_RANKS, *longer)
     assert again.returncode == 0, again.stdout + again.stderr
     assert steps(tmp_path) == list(range(1, reached + 3))
     for row in (
@@ -97,6 +98,13 @@ def test_a_refusal_starts_no_rank_and_names_every_fault(tmp_path: Path) -> None:
     for field in ("plan.tp=3", "data.paths=/nowhere", "batch.global_batch_size=8"):
         assert field in refused.stderr
     assert not (tmp_path / "tiny-gpt").exists()
+
+
+def test_a_value_without_effect_is_said_once(tmp_path: Path) -> None:
+    done = finish(tmp_path, "plan.dp_shard=1", "run.steps=1", "model.rotary_base=5000", "evaluation.every=0")
+    assert done.returncode == 0, done.stderr
+    said = "warning: command line: model.rotary_base=5000 has no effect"
+    assert done.stderr.count(said) == 1
 
 
 def test_no_held_out_text_to_evaluate_is_refused(tmp_path: Path) -> None:

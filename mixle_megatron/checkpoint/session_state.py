@@ -32,7 +32,7 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
     """
     final = Path(path)
     aside = final.with_name(final.name + ".writing")
-    _on_first_rank(lambda: _make_empty(aside))
+    _on_first_rank(lambda: _make_room(aside, final))
     state = sharded_state(stage)
     state[_PAYLOAD] = payload
     state["random"] = _ranked(random_state())
@@ -86,7 +86,7 @@ def read_payload(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no checkpoint of a session there.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+    if not _is_checkpoint(Path(path)):
         raise CheckpointError(f"{path} is not a Megatron dist-checkpoint (it has no metadata.json)")
     common = dist_checkpointing.load_common_state_dict(path)
     if _PAYLOAD not in common:
@@ -138,10 +138,21 @@ def _on_first_rank(action: Any) -> None:
         raise CheckpointError(f"cannot write the checkpoint: {failure[0]}")
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+def _make_room(aside: Path, final: Path) -> None:
+    """Make an empty folder to write in; only a checkpoint, or nothing, may give way to the new one."""
+    if final.exists() and not _is_checkpoint(final) and not _is_empty(final):
+        raise FileExistsError(f"{final} is there already, and is no checkpoint that could be replaced")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _replace(aside: Path, final: Path) -> None:

@@ -18,6 +18,7 @@ from mixle_megatron.config.check import located, rule_faults
 from mixle_megatron.config.here import here_faults
 from mixle_megatron.config.schema import Config, effective_config
 from mixle_megatron.config.schema_faults import SECTIONS, doubted_keys, schema_faults, shown
+from mixle_megatron.config.unread import unread_values
 from mixle_megatron.config.yaml_source import check_yaml, read_yaml, yaml_fault
 from mixle_megatron.errors import Fault, Refused, refuse_if_any
 
@@ -84,6 +85,11 @@ def check_config(loaded: LoadedConfig, world_size: int | None = None, here: bool
     sections = {name: getattr(config, name) for name in Config.model_fields}
     faults = rule_faults(sections, world_size) + (here_faults(config) if here else [])
     return located(faults, loaded.sources)
+
+
+def warnings_of(loaded: LoadedConfig) -> list[Fault]:
+    """What a config states to no effect, with where it was stated."""
+    return located(unread_values(loaded.config), loaded.sources)
 
 
 def resolved_yaml(config: Config) -> str:

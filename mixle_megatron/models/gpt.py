@@ -18,11 +18,14 @@ from megatron.core.transformer.transformer_block import (
 
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
+from mixle_megatron.errors import Fault
 from mixle_megatron.layers.attention import TorchAttention
 from mixle_megatron.layers.norm import TorchNorm
 from mixle_megatron.models.initialisation import Initialisation, initialise
 from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
+from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
+from mixle_megatron.rules import recompute_faults
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.translate import Host
 
@@ -74,6 +77,16 @@ class GPT:
     def dimensions(self, tp: int) -> ModelDimensions:
         """The model's sizes, its vocabulary padded for ``tp``."""
         return dimensions_of(self.model, tp)
+
+    def faults(self, plan: PlanRecord) -> list[Fault]:
+        """What is wrong with its activation recomputation under ``plan``."""
+        model = self.model
+        return recompute_faults(
+            model.recompute_granularity,
+            model.recompute_method,
+            model.recompute_num_layers,
+            layers_per_stage=model.num_layers // plan.pp,
+        )
 
     def transformer_fields(self) -> Mapping[str, Any]:
         """Fields of TransformerConfig with the defaults that depend on others resolved."""

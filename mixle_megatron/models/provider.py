@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from mixle_megatron.errors import Fault
+from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.translate import Host
@@ -16,13 +18,17 @@ from mixle_megatron.translate import Host
 class ModelProvider(Protocol):
     """A model that does not exist yet: its sizes, Megatron's fields of it, and how to build a stage.
 
-    ``prepare`` checks ``dimensions`` against the plan, makes a TransformerConfig of
+    ``prepare`` checks ``dimensions`` and ``faults`` against the plan, makes a TransformerConfig of
     ``transformer_fields`` and the plan, starts the process groups, and only then calls
     ``build_stage``, once on each rank.
     """
 
     def dimensions(self, tp: int) -> ModelDimensions:
         """The model's sizes, its vocabulary padded for ``tp``."""
+        ...
+
+    def faults(self, plan: PlanRecord) -> list[Fault]:
+        """What is wrong with the model under ``plan`` beyond its sizes."""
         ...
 
     def transformer_fields(self) -> Mapping[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mixle_megatron.config.check import located
-from mixle_megatron.config.load import LoadedConfig, check_config, load_config
+from mixle_megatron.config.load import LoadedConfig, check_config, load_config, warnings_of
 from mixle_megatron.config.schema import Config, effective_plan
 from mixle_megatron.rules import verdict
 from mixle_megatron.training.joining import is_one_of_many, join
@@ -34,7 +35,9 @@ def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
     """
     join()
     quieten()
-    config = checked(load_config(path, overrides))
+    loaded = load_config(path, overrides)
+    config = checked(loaded)
+    _warn(loaded)
     directory = RunDirectory(config)
     if _finished(directory, config):
         return DONE
@@ -55,6 +58,13 @@ def checked(loaded: LoadedConfig) -> Config:
     config = continued(loaded.config, stored)
     verdict(located(resume_faults(config, stored), loaded.sources))
     return config
+
+
+def _warn(loaded: LoadedConfig) -> None:
+    """Say what the config states to no effect: once, where the run is started."""
+    if not is_one_of_many() or ("TORCHELASTIC_RUN_ID" not in os.environ and _speaks()):
+        for warning in warnings_of(loaded):
+            print(f"warning: {warning}", file=sys.stderr)
 
 
 def _finished(directory: RunDirectory, config: Config) -> bool:
