@@ -283,8 +283,8 @@ class MegatronSession:
         )
 
     def _forget_pending(self) -> None:
+        """The next update clears the gradients when it begins."""
         self._pending = PendingUpdate()
-        self.stage.clear_gradients()
 
     # Checkpoints
 
