@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
+from mixle_megatron.checkpoint.write_results import kept_in_process
 from mixle_megatron.errors import CheckpointError
 from mixle_megatron.random_state import random_state, restore_random_state
 from mixle_megatron.stage import Stage
@@ -36,7 +37,8 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
     state = sharded_state(stage)
     state[_PAYLOAD] = payload
     state["random"] = _ranked(random_state())
-    dist_checkpointing.save(state, str(aside))
+    with kept_in_process():
+        dist_checkpointing.save(state, str(aside))
     dist.barrier()
     _on_first_rank(lambda: _replace(aside, final))
 
