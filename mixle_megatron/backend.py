@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from mixle_megatron import host as cpu_host
 from mixle_megatron.capabilities import CAPABILITIES
 from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
 from mixle_megatron.launch_environment import environment_faults
+from mixle_megatron.models.causal_lm import WrappedCausalLM, is_causal_lm
 from mixle_megatron.models.provider import ModelProvider
 from mixle_megatron.optimizer_choice import optimizer_receipt, resolve_optimizer
 from mixle_megatron.optimizer_settings import OptimizerSettings
@@ -22,7 +24,7 @@ from mixle_megatron.process_groups import (
     make_groups,
     start_default_group,
 )
-from mixle_megatron.rules import NOT_EXECUTED, all_faults, recompute_faults, verdict
+from mixle_megatron.rules import NOT_EXECUTED, all_faults, verdict
 from mixle_megatron.session import MegatronSession
 from mixle_megatron.stage import Stage
 from mixle_megatron.translate import Host
@@ -47,12 +49,14 @@ class MegatronBackend:
         compile: bool = False,
         timeout_minutes: float = 30.0,
         seed: int = 1234,
+        uneven_batches: bool = True,
         **unknown: Any,
     ) -> MegatronSession:
         """Check everything, start the process groups, build this rank's stage and open a session.
 
         Args:
-            module: what describes the model and builds it, such as :class:`mixle_megatron.models.gpt.GPT`.
+            module: mixle's ``CausalLM``, or what describes a model and builds it, such as
+                :class:`mixle_megatron.models.gpt.GPT` (a :class:`ModelProvider`).
             plan: the parallel plan; its world size is the number of ranks.
             precision: what the forward and backward passes compute in.
             device: ``cpu``, ``cuda`` or a torch.device; by default CUDA where there is some.
@@ -63,6 +67,8 @@ class MegatronBackend:
             compile: not executed.
             timeout_minutes: after which a collective that some rank never joins fails.
             seed: what dropout draws from.
+            uneven_batches: whether replicas may make different numbers of ``train_batch`` calls. False
+                saves an exchange, and lets gradients be reduced during the backward pass on CUDA.
 
         Raises:
             Refused: something does not fit, with all faults, before any process group is made.
@@ -71,27 +77,30 @@ class MegatronBackend:
         """
         if unknown:
             raise TypeError(f"unexpected megatron backend options: {', '.join(sorted(unknown))}")
-        _require_provider(module)
+        provider = _provider_of(module)
         record = PlanRecord.from_plan(plan)
-        dimensions = module.dimensions(record.tp)
+        dimensions = provider.dimensions(record.tp)
         refuse_if_any([] if dist.is_initialized() else environment_faults())
         faults = all_faults(record, model=dimensions, precision=precision, world_size=available_world_size())
         settings, setting_faults = resolve_optimizer(optimizer, lr, max_grad_norm)
-        faults += _recompute_faults(module, record) + setting_faults
+        faults += provider.faults(record) + setting_faults
         verdict(faults + _not_executed_faults(scheduler, compile))
         host = Host.of(choose_device(device))
-        return self._open(module, plan, dimensions, host, settings, precision, timeout_minutes, seed)
+        if uneven_batches:
+            # A replica that waits for others has no backward pass to reduce in.
+            host = dataclasses.replace(host, overlaps_reduction=False)
+        return self._open(provider, plan, host, settings, precision, timeout_minutes, seed, uneven_batches)
 
     def _open(
         self,
         provider: ModelProvider,
         plan: ParallelPlan,
-        dimensions: Any,
         host: Host,
         settings: OptimizerSettings,
         precision: str,
         timeout_minutes: float,
         seed: int,
+        uneven_batches: bool,
     ) -> MegatronSession:
         undo = []
         try:
@@ -106,10 +115,11 @@ class MegatronBackend:
                 stage,
                 plan=plan,
                 capabilities=self.capabilities,
-                dimensions=dimensions,
+                provider=provider,
                 device=host.device,
                 precision=precision,
                 optimizer_receipt=optimizer_receipt(settings),
+                uneven_batches=uneven_batches,
                 on_close=lambda: _undo(undo),
             )
         except BaseException:
@@ -122,20 +132,15 @@ def _undo(steps: list[Any]) -> None:
         steps.pop()()
 
 
-def _require_provider(module: Any) -> None:
-    if not isinstance(module, ModelProvider):
-        rule = "is not a model this backend can build"
-        remedy = "give it a mixle_megatron.models.gpt.GPT"
-        raise Unsupported([Fault("module", type(module).__name__, rule, remedy)])
-
-
-def _recompute_faults(provider: ModelProvider, plan: PlanRecord) -> list[Fault]:
-    fields = provider.transformer_fields()
-    return recompute_faults(
-        fields.get("recompute_granularity") or "none",
-        fields.get("recompute_method") or "none",
-        fields.get("recompute_num_layers"),
-        layers_per_stage=max(fields["num_layers"] // plan.pp, 1),
+def _provider_of(module: Any) -> ModelProvider:
+    """What builds the stages of ``module``: itself, or the wrapper of mixle's own language model."""
+    if isinstance(module, ModelProvider):
+        return module
+    if is_causal_lm(module):
+        return WrappedCausalLM(module)
+    remedy = "give it a mixle CausalLM, a mixle_megatron.GPT or another ModelProvider"
+    raise Unsupported(
+        [Fault("module", type(module).__name__, "is not a model this backend can build", remedy)]
     )
 
 

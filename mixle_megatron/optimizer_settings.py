@@ -11,7 +11,7 @@ class OptimizerSettings:
     """What ``prepare(optimizer=...)`` takes, and what the ``optimizer`` section of a config becomes.
 
     Steps are committed updates. ``None`` for a weight decay at the start or the end means
-    ``weight_decay``.
+    ``weight_decay``. Megatron decays no biases and norms; ``decays_vectors`` does, as torch.optim.
     """
 
     name: str = "adam"
@@ -33,11 +33,13 @@ class OptimizerSettings:
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     weight_decay_incr_style: str = "constant"
+    decays_vectors: bool = False
 
     @classmethod
     def from_section(cls, section: Any, *, decay_steps: int) -> OptimizerSettings:
         """The settings that a config's ``optimizer`` section states, with its decay resolved."""
-        stated = {field.name: getattr(section, field.name) for field in fields(cls)}
+        names = [field.name for field in fields(cls) if field.name != "decays_vectors"]
+        stated = {name: getattr(section, name) for name in names}
         return cls(**(stated | {"decay_steps": decay_steps}))
 
     @property

@@ -15,16 +15,20 @@ _ADAM_ONLY = set(torch.optim.AdamW([torch.zeros(1)]).defaults) - set(
 )
 
 
-def build_optimizer(config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups) -> Any:
+def build_optimizer(
+    config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups, *, decays_vectors: bool = False
+) -> Any:
     """Megatron's optimizer for a module in its DistributedDataParallel wrapper.
+
+    Megatron decays no biases and norms, unless ``decays_vectors`` takes that exemption away.
 
     Megatron's DistributedOptimizer is built around adam alone (it asserts so), although all that it
     does to a base optimizer is to hand it shards of the parameters. For sgd it is therefore built
     around adam, and the base optimizer is exchanged before it has any state.
     """
     if config.optimizer != "sgd":
-        return _distributed(config, model, groups)
-    optimizer = _distributed(dataclasses.replace(config, optimizer="adam"), model, groups)
+        return _distributed(config, model, groups, decays_vectors)
+    optimizer = _distributed(dataclasses.replace(config, optimizer="adam"), model, groups, decays_vectors)
     for part in optimizer.chained_optimizers:
         part.config = config
         if part.optimizer is not None:
@@ -33,9 +37,16 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module, groups: Meg
     return optimizer
 
 
-def _distributed(config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups) -> Any:
+def _distributed(
+    config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups, decays_vectors: bool
+) -> Any:
     return get_megatron_optimizer(
-        config, [model], use_gloo_process_groups=False, pg_collection=groups.collection
+        config,
+        [model],
+        # None is Megatron's standard exemption; no override at all is none.
+        config_overrides={} if decays_vectors else None,
+        use_gloo_process_groups=False,
+        pg_collection=groups.collection,
     )
 
 

@@ -6,6 +6,7 @@ plan. Everything above passes that snapshot on and never reads ``parallel_state`
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,6 +113,8 @@ def make_groups(plan: Any, *, timeout_minutes: float = 30.0) -> MegatronGroups:
     if parallel_state.model_parallel_is_initialized():
         _refuse_other_sizes(plan)
         return MegatronGroups(ProcessGroupCollection.use_mpu_process_groups(), (), False)
+    # A closed session is a cycle, and its groups keep their threads (gloo: three each) until it is collected.
+    gc.collect()
     before = set(_all_groups())
     parallel_state.initialize_model_parallel(
         **parallel_state_arguments(plan),

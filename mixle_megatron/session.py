@@ -16,8 +16,9 @@ from mixle.utils.parallel.training_contracts import BackendCapabilities, Paralle
 from mixle_megatron.checkpoint import load_session, save_session
 from mixle_megatron.errors import Fault, SessionError, refuse_if_any
 from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
+from mixle_megatron.models.provider import ModelProvider
 from mixle_megatron.receipts import PendingUpdate, ReceiptMaker, Sums
-from mixle_megatron.rules.dimensions import ModelDimensions
+from mixle_megatron.replicas import EVALUATING, TRAINING, WAITING, Replicas
 from mixle_megatron.stage import Stage, UpdateOutcome
 from mixle_megatron.topology import Topology
 from mixle_megatron.traffic import TrafficMeter
@@ -60,7 +61,8 @@ class MegatronSession:
     whatever its microbatches, accumulation steps and data-parallel ranks.
 
     Attributes:
-        module: this rank's stage of the model, without Megatron's wrappers.
+        module: this rank's stage of the model, without Megatron's wrappers; after :meth:`close` the
+            module that the caller prepared.
         plan: the plan it runs under.
         capabilities: what the backend executes.
         step: committed updates so far.
@@ -80,10 +82,11 @@ class MegatronSession:
         *,
         plan: ParallelPlan,
         capabilities: BackendCapabilities,
-        dimensions: ModelDimensions,
+        provider: ModelProvider,
         device: torch.device,
         precision: str,
         optimizer_receipt: dict[str, Any],
+        uneven_batches: bool,
         on_close: Callable[[], None],
     ) -> None:
         self.plan = plan
@@ -96,8 +99,11 @@ class MegatronSession:
         self.scheduler = stage.scheduler
         self.step = 0
         self.stage = stage
-        self._dimensions = dimensions
+        self._provider = provider
+        self._dimensions = provider.dimensions(plan.tp)
         self._on_close = on_close
+        self._uneven_batches = uneven_batches
+        self._replicas = Replicas(stage.groups, device)
         self._receipts = ReceiptMaker(plan, precision, str(optimizer_receipt["name"]))
         self._pending = PendingUpdate()
         self._last_loss = 0.0
@@ -139,19 +145,22 @@ class MegatronSession:
         with _failing(self):
             started = perf_counter()
             loss = self.stage.accumulate(batch, completes_update=completes)
-            sums = self._reduce(batch, loss)
+            sums = self._replicas.exchange(TRAINING, batch, loss).sums
             self._pending = self._pending.add(sums, perf_counter() - started)
             if completes:
                 return self._commit()
         return self._uncommitted(self.step, sums, sums.mean_loss, "gradient_accumulation")
 
     def finish_accumulation(self) -> StepReceipt | None:
-        """Commit what has accumulated so far; None if there is nothing."""
+        """Commit what has accumulated so far; None if there is nothing.
+
+        Replicas whose data ends earlier wait here and take part, with weight zero, in the updates of
+        those that go on; the receipt is then that of the update that this replica's last batch is in.
+        """
         self._require_open()
-        if self._pending.calls == 0:
-            return None
         with _failing(self):
-            return self._commit()
+            joined = self._join_others()
+            return self._commit() if self._pending.calls else joined
 
     def discard_accumulation(self) -> StepReceipt | None:
         """Forget what has accumulated, without changing parameters or optimizer; None if nothing has."""
@@ -170,7 +179,10 @@ class MegatronSession:
         self._require_open()
         batch = self._batch(inputs, targets)
         with _failing(self):
-            sums = self._reduce(batch, self.stage.evaluate(batch))
+            exchanged = self._replicas.exchange(EVALUATING, batch, self.stage.evaluate(batch))
+            if not exchanged.all_are(EVALUATING):
+                raise SessionError("some replicas evaluate while others train: call evaluate() on every rank")
+        sums = exchanged.sums
         return Evaluation(sums.global_loss, sums.global_tokens, sums.global_examples)
 
     def _batch(self, inputs: Any, targets: Any) -> Batch:
@@ -185,18 +197,28 @@ class MegatronSession:
         refuse_if_any(faults + foreign_id_faults(inputs, targets, self._dimensions.vocab_size))
         return cut(inputs, targets, self.plan.microbatches, equal=self.plan.pp > 1)
 
-    def _reduce(self, batch: Batch, loss: float) -> Sums:
-        """Sums over the world, in one exchange: each replica speaks through one of its ranks."""
-        speaks = self.stage.groups.speaks_for_replica
-        local = [loss, float(batch.tokens), float(batch.examples)] if speaks else [0.0, 0.0, 0.0]
-        total_loss, tokens, examples = self.reduce_world(*local)
-        return Sums(batch.examples, batch.tokens, int(examples), int(tokens), total_loss)
+    def _join_others(self) -> StepReceipt | None:
+        """Take part, with nothing, in every call that other replicas still make.
+
+        Returns the receipt of the update that this replica's own pending tokens went into, or else
+        of the last one that was committed meanwhile.
+        """
+        receipt = None
+        while self._uneven_batches and self.data_parallel_size > 1:
+            exchanged = self._replicas.exchange(WAITING)
+            if exchanged.all_are(WAITING):
+                break
+            if self._pending.calls == 0:
+                self.stage.clear_gradients()
+            self._pending = self._pending.add(exchanged.sums, 0.0)
+            if self._pending.calls >= self.plan.gradient_accumulation_steps:
+                committed = self._commit()
+                receipt = receipt if receipt is not None and receipt.local_tokens else committed
+        return receipt
 
     def reduce_world(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over every rank, in float64."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return tuple(total.tolist())
+        return self._replicas.sum(*values)
 
     def reduce_sums(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the replicas, in float64, as mixle's session does.
@@ -315,6 +337,7 @@ class MegatronSession:
             NotImplementedError: ``asynchronous`` is asked for.
         """
         self._require_open()
+        self._join_others()
         self._require_nothing_pending("save_checkpoint()")
         if asynchronous:
             raise NotImplementedError("asynchronous=True is not executed by this version; save with False")
@@ -355,7 +378,11 @@ class MegatronSession:
     # Life
 
     def close(self) -> None:
-        """End the session: give back the process groups and undo the redirections of the host.
+        """End the session: give the trained model back, and the process groups, and the redirections.
+
+        Afterwards ``module`` is the caller's own module with its trained parameters, on every rank.
+        Where the session failed, or an exception is on its way, nothing is exchanged and the module
+        stays as it was.
 
         Raises:
             SessionError: gradients are pending, unless an exception is already on its way.
@@ -367,9 +394,16 @@ class MegatronSession:
                 "training session has pending gradients; call finish_accumulation() to commit or "
                 "discard_accumulation() to discard them before close()."
             )
+        failed = self._failed or sys.exc_info()[0] is not None
         self._closed = True
-        self._traffic.stop()
-        self._on_close()
+        self._failed = failed
+        try:
+            if not failed:
+                self._join_others()
+            self.module = (self._provider.untouched if failed else self._provider.give_back)(self.stage)
+        finally:
+            self._traffic.stop()
+            self._on_close()
 
     def __enter__(self) -> MegatronSession:
         return self

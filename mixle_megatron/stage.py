@@ -49,6 +49,7 @@ class Stage:
         module: the stage without its wrappers.
         config: Megatron's TransformerConfig of it.
         groups: this rank's process groups.
+        device: where its parameters live.
         optimizer: Megatron's optimizer.
         scheduler: Megatron's OptimizerParamScheduler, counted in committed updates.
     """
@@ -66,13 +67,17 @@ class Stage:
         self.module = module
         self.config = config
         self.groups = groups
+        self.device = host.device
         wrapped = module if precision == "fp32" else Float16Module(config, module)
         self._overlaps = ddp_config(plan, host=host).overlap_grad_reduce
         self._parallel = DistributedDataParallel(
             config, ddp_config(plan, host=host), wrapped, pg_collection=groups.collection
         )
         self.optimizer = build_optimizer(
-            optimizer_config(settings, precision=precision), self._parallel, groups
+            optimizer_config(settings, precision=precision),
+            self._parallel,
+            groups,
+            decays_vectors=settings.decays_vectors,
         )
         self.scheduler = param_scheduler(settings, self.optimizer)
         self._schedule = Schedule(self._parallel, config, groups)

@@ -1,9 +1,10 @@
-"""Small GPTs and their batches, for tests that train them on real ranks. No torch until asked."""
+"""Small GPTs and their batches, for tests that train them on real ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
         warmup_steps=3,
         decay_steps=10,
     ),
-    "adam_l2": OptimizerSettings(name="adam", lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False, clip_grad=0),
+    "adam_l2": OptimizerSettings(
+        name="adam", lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False, clip_grad=0
+    ),
 }
 
 
@@ -107,6 +110,7 @@ def session(
     *,
     precision: str = "fp32",
     seed: int = 1234,
+    uneven_batches: bool = True,
     **sizes: int,
 ) -> Iterator[Any]:
     """A session of a variant under the plan ``sizes`` on the ranks that are running."""
@@ -119,6 +123,7 @@ def session(
         precision=precision,
         optimizer=OPTIMIZERS[optimizer],
         device="cpu",
+        uneven_batches=uneven_batches,
     )
     with opened:
         yield opened
@@ -136,7 +141,7 @@ def cuts(rows: int, parts: int, shape: str) -> list[slice]:
         "idle": [1] * (parts - 1) + [0],
     }[shape]
     bounds = [round(rows * sum(weights[:part]) / sum(weights)) for part in range(parts + 1)]
-    return [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    return [slice(*pair) for pair in pairwise(bounds)]
 
 
 def train_update(opened: Any, update: int, shape: str = "even") -> Any:

@@ -15,7 +15,7 @@ def losses(overlaps: bool, accumulate: bool, sizes: dict[str, int]) -> list[tupl
     original = translate.Host.of
     backend.Host.of = classmethod(lambda cls, device: cls(device, False, overlaps_reduction=overlaps))
     try:
-        with session(**sizes) as opened:
+        with session(**sizes, uneven_batches=False) as opened:
             receipts = [train_update(opened, update) for update in range(3)]
             if accumulate:
                 inputs, targets = global_batch(3)

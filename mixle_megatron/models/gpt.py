@@ -102,23 +102,39 @@ class GPT:
     def build_stage(self, config: Any, groups: MegatronGroups, host: Host) -> torch.nn.Module:
         """This rank's stage of a Megatron GPTModel, initialised from the seed."""
         sizes = self.dimensions(config.tensor_model_parallel_size)
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=decoder_spec(config, groups, host),
-            vocab_size=sizes.padded_vocab_size,
-            max_sequence_length=sizes.max_position_embeddings,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=self.model.share_embeddings_and_output_weights,
-            position_embedding_type=self.model.position_embedding_type,
-            rotary_percent=self.model.rotary_percent,
-            rotary_base=self.model.rotary_base,
-            pg_collection=groups.collection,
-        )
-        exclude_padding_from_softmax(module, sizes.vocab_size, groups)
-        initialise(module, self.initialisation, sizes, groups)
-        return module
+        stage = build_gpt_stage(config, self.model, sizes, groups, host)
+        initialise(stage, self.initialisation, sizes, groups)
+        return stage
+
+    def give_back(self, stage: Any) -> torch.nn.Module:
+        """The trained stage: there is no other module of this model."""
+        return stage.module
+
+    def untouched(self, stage: Any) -> torch.nn.Module:
+        """The stage as a failed session left it."""
+        return stage.module
+
+
+def build_gpt_stage(
+    config: Any, model: ModelSection, sizes: ModelDimensions, groups: MegatronGroups, host: Host
+) -> GPTModel:
+    """A stage of Megatron's GPTModel with a vocabulary whose padding has no effect, not initialised."""
+    stage = GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config, groups, host),
+        vocab_size=sizes.padded_vocab_size,
+        max_sequence_length=sizes.max_position_embeddings,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        pg_collection=groups.collection,
+    )
+    exclude_padding_from_softmax(stage, sizes.vocab_size, groups)
+    return stage
 
 
 def decoder_spec(config: Any, groups: MegatronGroups, host: Host) -> Any:

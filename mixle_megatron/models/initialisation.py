@@ -53,12 +53,22 @@ def initialise(
     """Draw every matrix of this stage; norms and biases keep the ones and zeros they were built with."""
     with torch.no_grad():
         for name, parameter in matrices(module):
-            rows = dimensions.vocab_size if name.endswith(_VOCABULARY) else None
+            rows = dimensions.vocab_size if is_vocabulary(name) else None
             whole = initialisation.draw(name, unpadded_shape(parameter, groups, rows))
             if rows is not None:
-                padding = whole.new_zeros(dimensions.padded_vocab_size - rows, whole.shape[1])
-                whole = torch.cat([whole, padding])
+                whole = with_padding(whole, dimensions)
             parameter.copy_(shard(whole, parameter, groups))
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether the parameter of this logical name has a row for each token."""
+    return name.endswith(_VOCABULARY)
+
+
+def with_padding(whole: torch.Tensor, dimensions: ModelDimensions) -> torch.Tensor:
+    """A vocabulary's rows ``[vocab_size, hidden]`` with those of its padding, which are zero."""
+    padding = whole.new_zeros(dimensions.padded_vocab_size - dimensions.vocab_size, whole.shape[1])
+    return torch.cat([whole, padding])
 
 
 def matrices(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

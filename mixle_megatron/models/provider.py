@@ -43,3 +43,11 @@ class ModelProvider(Protocol):
         each token, ``[batch, sequence]``, and every other stage its hidden states.
         """
         ...
+
+    def give_back(self, stage: Any) -> torch.nn.Module:
+        """The module that the caller has after a session: the trained one. Collective."""
+        ...
+
+    def untouched(self, stage: Any) -> torch.nn.Module:
+        """The module that the caller has after a session that failed, without any collective."""
+        ...

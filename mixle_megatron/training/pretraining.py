@@ -77,6 +77,7 @@ def _session(config: Config) -> Iterator[MegatronSession]:
         device=None if config.host.device == "auto" else config.host.device,
         timeout_minutes=config.host.timeout_minutes,
         seed=config.run.seed,
+        uneven_batches=False,
     )
     try:
         yield session
