@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
@@ -69,12 +70,14 @@ class WrappedCausalLM:
         stage = build_gpt_stage(config, self._section(), sizes, groups, host)
         _multiply_logits(stage, self.module.mup_output_multiplier)
         _checkpoint_layers(stage, self.module.gradient_checkpointing)
-        theirs = dict(self.module.named_parameters())
+        own: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in stage.named_parameters():
+            logical = logical_name(stage, name)
+            own.setdefault(mixle_name(logical), []).append((logical, parameter))
         with torch.no_grad():
-            for name, parameter in stage.named_parameters():
-                logical = logical_name(stage, name)
-                whole = to_megatron(logical, theirs[mixle_name(logical)].detach(), sizes)
-                parameter.copy_(shard(whole, parameter, groups))
+            for name, whole in _of_first_rank(self.module, host.device):
+                for logical, parameter in own.get(name, ()):
+                    parameter.copy_(shard(to_megatron(logical, whole, sizes), parameter, groups))
         return stage
 
     def give_back(self, stage: Stage) -> torch.nn.Module:
@@ -108,6 +111,19 @@ def is_causal_lm(module: Any) -> bool:
     from mixle.models.transformer import CausalLM
 
     return type(module) is CausalLM
+
+
+def _of_first_rank(module: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that global rank 0's module has, one at a time, on every rank.
+
+    A module that is built on each rank need not be the same on all of them; torch's own wrappers
+    take rank 0's too.
+    """
+    for name, parameter in module.named_parameters():
+        whole = parameter.detach().to(device, copy=True)
+        if dist.get_world_size() > 1:
+            dist.broadcast(whole, src=0)
+        yield name, whole
 
 
 def _multiply_logits(stage: torch.nn.Module, multiplier: torch.Tensor) -> None:
