@@ -51,18 +51,23 @@ class Batch:
         """Tokens of a row."""
         return self.microbatches[0].inputs.shape[1]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its microbatches on ``device``."""
+        moved = (Microbatch(each.inputs.to(device), each.targets.to(device)) for each in self.microbatches)
+        return Batch(tuple(moved), self.examples, self.tokens)
+
     def __iter__(self) -> Iterator[Microbatch]:
         return iter(self.microbatches)
 
 
-def as_token_ids(inputs: Any, targets: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets as int64 tensors on ``device``.
+def as_token_ids(inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets as int64 tensors, where they are: what is counted on the host stays there.
 
     Raises:
         Refused: unless both have the same shape ``(batch, sequence)`` and sequence is not zero.
     """
-    inputs = torch.as_tensor(inputs, dtype=torch.long, device=device)
-    targets = torch.as_tensor(targets, dtype=torch.long, device=device)
+    inputs = torch.as_tensor(inputs, dtype=torch.long)
+    targets = torch.as_tensor(targets, dtype=torch.long, device=inputs.device)
     if inputs.shape != targets.shape or inputs.ndim != 2 or inputs.shape[1] == 0:
         shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
         raise Refused([Fault("inputs, targets", shapes, "must have one shape (batch, sequence)")])
@@ -74,10 +79,11 @@ def foreign_id_faults(inputs: torch.Tensor, targets: torch.Tensor, vocab_size: i
     known = {"inputs": inputs, "targets": targets.masked_fill(targets == NOT_SUPERVISED, 0)}
     faults = []
     for name, ids in known.items():
-        for end in ids.aminmax() if ids.numel() else ():
-            if not 0 <= int(end) < vocab_size:
+        ends = sorted({int(end) for end in ids.aminmax()}) if ids.numel() else []
+        for end in ends:
+            if not 0 <= end < vocab_size:
                 rule = f"is not a token id of model.vocab_size={vocab_size}"
-                faults.append(Fault(name, int(end), rule, f"use 0 to {vocab_size - 1}"))
+                faults.append(Fault(name, end, rule, f"use 0 to {vocab_size - 1}"))
     return faults
 
 

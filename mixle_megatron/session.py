@@ -186,7 +186,7 @@ class MegatronSession:
         return Evaluation(sums.global_loss, sums.global_tokens, sums.global_examples)
 
     def _batch(self, inputs: Any, targets: Any) -> Batch:
-        inputs, targets = as_token_ids(inputs, targets, self.device)
+        inputs, targets = as_token_ids(inputs, targets)
         sequence, longest = inputs.shape[1], self._dimensions.max_position_embeddings
         faults = []
         if sequence % self.plan.tp:
@@ -195,7 +195,8 @@ class MegatronSession:
         if sequence > longest:
             faults.append(Fault("sequence", sequence, f"is above model.max_position_embeddings={longest}"))
         refuse_if_any(faults + foreign_id_faults(inputs, targets, self._dimensions.vocab_size))
-        return cut(inputs, targets, self.plan.microbatches, equal=self.plan.pp > 1)
+        batch = cut(inputs, targets, self.plan.microbatches, equal=self.plan.pp > 1)
+        return batch.to(self.device)
 
     def _join_others(self) -> StepReceipt | None:
         """Take part, with nothing, in every call that other replicas still make.

@@ -7,6 +7,7 @@ A function is given by reference: it stands at the top of a module that a worker
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -121,6 +122,7 @@ def _report(failures: dict[int, str], silent: set[int]) -> str:
 def _serve(connection: Connection, port: int) -> None:
     """A worker's life: calls until the pipe closes."""
     _quieten()
+    gc.freeze()  # what the server imported is shared between the workers until a collection touches it
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
     while True:

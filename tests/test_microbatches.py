@@ -70,4 +70,4 @@ def test_exactly_the_ids_outside_of_the_vocabulary_are_named(batch, token: int, 
 )
 def test_shapes_other_than_batch_and_sequence_are_refused(inputs, targets) -> None:
     with pytest.raises(Refused, match="must have one shape"):
-        as_token_ids(inputs, targets, torch.device("cpu"))
+        as_token_ids(inputs, targets)
