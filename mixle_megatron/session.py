@@ -149,7 +149,7 @@ class MegatronSession:
             self._pending = self._pending.add(sums, perf_counter() - started)
             if completes:
                 return self._commit()
-        return self._uncommitted(self.step, sums, sums.mean_loss, "gradient_accumulation")
+        return self._uncommitted(sums, "gradient_accumulation")
 
     def finish_accumulation(self) -> StepReceipt | None:
         """Commit what has accumulated so far; None if there is nothing.
@@ -166,10 +166,7 @@ class MegatronSession:
         """Forget what has accumulated, without changing parameters or optimizer; None if nothing has."""
         if self._pending.calls == 0:
             return None
-        sums = self._pending.sums
-        receipt = self._uncommitted(self.step, sums, sums.mean_loss, "explicit_accumulation_discard")
-        self._forget_pending()
-        return receipt
+        return self._skip("explicit_accumulation_discard")
 
     def evaluate(self, inputs: Any, targets: Any) -> Evaluation:
         """The loss of a batch without changing anything, summed over all replicas.
@@ -281,22 +278,20 @@ class MegatronSession:
             )
 
     def _skip(self, reason: str) -> StepReceipt:
-        """Give up the pending update and say why; a receipt's loss is finite, so it may be an older one."""
-        sums = self._pending.sums
-        loss = sums.mean_loss if math.isfinite(sums.global_loss) else self._last_loss
-        receipt = self._uncommitted(self.step, sums, loss, reason)
+        """Give up the pending update and say why."""
+        receipt = self._uncommitted(self._pending.sums, reason)
         self._forget_pending()
         return receipt
 
-    def _uncommitted(self, step: int, sums: Sums, loss: float, reason: str) -> StepReceipt:
-        extra = {"reason": reason}
+    def _uncommitted(self, sums: Sums, reason: str) -> StepReceipt:
+        """A receipt of what committed nothing; its loss has to be finite, so it may be an older one."""
+        extra: dict[str, Any] = {"reason": reason}
+        loss = sums.mean_loss
         if not math.isfinite(loss):
-            extra["loss_is_last_finite"] = True
             loss = self._last_loss
-        elif reason == "non_finite_loss":
             extra["loss_is_last_finite"] = True
         return self._receipts.receipt(
-            step,
+            self.step,
             sums,
             calls=self._pending.calls,
             loss=loss,
@@ -390,12 +385,12 @@ class MegatronSession:
         """
         if self._closed:
             return
-        if self._pending.calls and not self._failed and sys.exc_info()[0] is None:
+        failed = self._failed or sys.exc_info()[0] is not None
+        if self._pending.calls and not failed:
             raise SessionError(
                 "training session has pending gradients; call finish_accumulation() to commit or "
                 "discard_accumulation() to discard them before close()."
             )
-        failed = self._failed or sys.exc_info()[0] is not None
         self._closed = True
         self._failed = failed
         try:

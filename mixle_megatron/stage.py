@@ -69,10 +69,9 @@ class Stage:
         self.groups = groups
         self.device = host.device
         wrapped = module if precision == "fp32" else Float16Module(config, module)
-        self._overlaps = ddp_config(plan, host=host).overlap_grad_reduce
-        self._parallel = DistributedDataParallel(
-            config, ddp_config(plan, host=host), wrapped, pg_collection=groups.collection
-        )
+        parallel = ddp_config(plan, host=host)
+        self._overlaps = parallel.overlap_grad_reduce
+        self._parallel = DistributedDataParallel(config, parallel, wrapped, pg_collection=groups.collection)
         self.optimizer = build_optimizer(
             optimizer_config(settings, precision=precision),
             self._parallel,

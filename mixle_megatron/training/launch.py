@@ -59,7 +59,7 @@ def _launch_config(ranks: int) -> dict[str, Any]:
 
 
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that this torch's LaunchConfig has: ``signals_to_handle`` is new in 2.9."""
+    """The fields that this torch's LaunchConfig has; older ones have no ``signals_to_handle``."""
     names = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in values.items() if name in names}
 
