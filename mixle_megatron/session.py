@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan, StepReceipt
+from mixle.utils.parallel.training_contracts import (
+    BackendCapabilities,
+    DistributedUpdate,
+    ParallelPlan,
+    ParameterLayout,
+    StepReceipt,
+)
 
 from mixle_megatron.checkpoint import load_session, save_session
 from mixle_megatron.errors import Fault, SessionError, refuse_if_any
+from mixle_megatron.layouts import parameter_layouts
 from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
 from mixle_megatron.models.provider import ModelProvider
 from mixle_megatron.receipts import PendingUpdate, ReceiptMaker, Sums
@@ -22,6 +29,7 @@ from mixle_megatron.replicas import EVALUATING, TRAINING, WAITING, Replicas
 from mixle_megatron.stage import Stage, UpdateOutcome
 from mixle_megatron.topology import Topology
 from mixle_megatron.traffic import TrafficMeter
+from mixle_megatron.updates import declared_updates
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class MegatronSession:
         optimizer: Megatron's optimizer.
         optimizer_receipt: the optimizer's name and settings.
         scheduler: Megatron's schedule of learning rate and weight decay.
+        parameter_layouts: where each parameter of the caller's module lies (:mod:`mixle_megatron.layouts`).
+        updates: what one update communicates (:mod:`mixle_megatron.updates`).
         data_parallel_rank: which part of the batch this rank reads.
         data_parallel_size: how many parts there are.
         is_logging_rank: whether this is global rank 0.
@@ -109,6 +119,11 @@ class MegatronSession:
         self._last_loss = 0.0
         self._closed = False
         self._failed = False
+        self.parameter_layouts: tuple[ParameterLayout, ...] = parameter_layouts(
+            stage, plan, self._dimensions.vocab_size, provider.in_callers_terms
+        )
+        tied = getattr(stage.module, "share_embeddings_and_output_weights", False)
+        self.updates: tuple[DistributedUpdate, ...] = declared_updates(plan, tied_embedding=tied)
         self._traffic = TrafficMeter()
         self._traffic.start()
         self._place(dist.get_rank())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
 from mixle_megatron.errors import Fault
-from mixle_megatron.models.causal_lm_names import from_megatron, mixle_name, to_megatron
+from mixle_megatron.models.causal_lm_names import from_megatron, is_qkv, mixle_name, to_megatron
 from mixle_megatron.models.gpt import GPT, build_gpt_stage
 from mixle_megatron.models.initialisation import shard
 from mixle_megatron.models.naming import logical_name
+from mixle_megatron.models.placement import PlacedParameter
 from mixle_megatron.models.whole_parameters import whole_parameters
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
@@ -79,6 +80,12 @@ class WrappedCausalLM:
                 for logical, parameter in own.get(name, ()):
                     parameter.copy_(shard(to_megatron(logical, whole, sizes), parameter, groups))
         return stage
+
+    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
+        """The parameter as mixle's module has it: by its name there, and by its order of rows."""
+        names = ("tok.weight", "head.weight") if placed.names else ()
+        stride = 3 if is_qkv(placed.name) else placed.tensor_stride
+        return replace(placed, name=mixle_name(placed.name), names=names, tensor_stride=stride)
 
     def give_back(self, stage: Stage) -> torch.nn.Module:
         """Put the trained parameters into mixle's module; collective, one whole parameter at a time."""

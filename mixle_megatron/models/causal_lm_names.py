@@ -42,20 +42,25 @@ def mixle_name(logical: str) -> str:
     return f"blocks.{number}.{_IN_LAYER[prefix]}{rest.removeprefix(prefix)}"
 
 
+def is_qkv(logical: str) -> bool:
+    """Whether the parameter holds queries, keys and values; mixle stacks them ``[3, heads, head_dim]``."""
+    return _QKV.fullmatch(logical) is not None
+
+
 def to_megatron(logical: str, whole: torch.Tensor, sizes: ModelDimensions) -> torch.Tensor:
     """mixle's whole parameter in Megatron's layout, the vocabulary padded with zeros.
 
     mixle stacks queries, keys and values ``[3, heads, head_dim]``; Megatron keeps each head's
     together, ``[heads, 3, head_dim]``, so that tensor parallelism cuts between heads.
     """
-    if _QKV.fullmatch(logical):
+    if is_qkv(logical):
         return _swapped(whole, 3, sizes.num_attention_heads, sizes.kv_channels)
     return with_padding(whole, sizes) if is_vocabulary(logical) else whole
 
 
 def from_megatron(logical: str, whole: torch.Tensor, sizes: ModelDimensions) -> torch.Tensor:
     """The inverse of :func:`to_megatron`."""
-    if _QKV.fullmatch(logical):
+    if is_qkv(logical):
         return _swapped(whole, sizes.num_attention_heads, 3, sizes.kv_channels)
     return whole[: sizes.vocab_size] if is_vocabulary(logical) else whole
 

@@ -22,6 +22,7 @@ from mixle_megatron.errors import Fault
 from mixle_megatron.layers.attention import TorchAttention
 from mixle_megatron.layers.norm import TorchNorm
 from mixle_megatron.models.initialisation import Initialisation, initialise
+from mixle_megatron.models.placement import PlacedParameter
 from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
@@ -105,6 +106,10 @@ class GPT:
         stage = build_gpt_stage(config, self.model, sizes, groups, host)
         initialise(stage, self.initialisation, sizes, groups)
         return stage
+
+    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
+        """The parameter as it is: the caller's module is Megatron's."""
+        return placed
 
     def give_back(self, stage: Any) -> torch.nn.Module:
         """The trained stage: there is no other module of this model."""

@@ -54,7 +54,7 @@ def initialise(
     with torch.no_grad():
         for name, parameter in matrices(module):
             rows = dimensions.vocab_size if is_vocabulary(name) else None
-            whole = initialisation.draw(name, unpadded_shape(parameter, groups, rows))
+            whole = initialisation.draw(name, whole_shape(parameter, groups, rows))
             if rows is not None:
                 whole = with_padding(whole, dimensions)
             parameter.copy_(shard(whole, parameter, groups))
@@ -78,7 +78,7 @@ def matrices(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]
             yield logical_name(module, name), parameter
 
 
-def unpadded_shape(
+def whole_shape(
     parameter: torch.Tensor, groups: MegatronGroups, vocabulary_rows: int | None = None
 ) -> tuple[int, ...]:
     """Shape of the whole parameter that this rank holds a tensor-parallel shard of."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from mixle_megatron.errors import Fault
+from mixle_megatron.models.placement import PlacedParameter
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules.dimensions import ModelDimensions
@@ -42,6 +43,10 @@ class ModelProvider(Protocol):
         ``(input_ids, position_ids, attention_mask, labels=...)`` its last stage gives the loss of
         each token, ``[batch, sequence]``, and every other stage its hidden states.
         """
+        ...
+
+    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
+        """A parameter of the stage as the caller's module has it; the same where that is the stage."""
         ...
 
     def give_back(self, stage: Any) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mixle_megatron.models.initialisation import whole_shape
 from mixle_megatron.models.naming import logical_name
 from mixle_megatron.optimizer_shards import gathered_value
 from mixle_megatron.stage import Stage
@@ -21,7 +22,7 @@ def whole_parameters(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     """
     own = {logical_name(stage.module, name): p for name, p in stage.module.named_parameters()}
     pipeline = stage.groups.collection.pp
-    described = {name: _description(parameter, stage) for name, parameter in own.items()}
+    described = {name: whole_shape(parameter, stage.groups) for name, parameter in own.items()}
     holders: list[Any] = [None] * pipeline.size()
     dist.all_gather_object(holders, described, group=pipeline)
     seen: set[str] = set()
@@ -37,14 +38,6 @@ def whole_parameters(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
             if pipeline.size() > 1:
                 dist.broadcast(whole, src=dist.get_global_rank(pipeline, rank), group=pipeline)
             yield name, whole
-
-
-def _description(parameter: torch.Tensor, stage: Stage) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= stage.groups.collection.tp.size()
-    return tuple(shape)
 
 
 def _over_tensor_ranks(parameter: torch.Tensor, stage: Stage) -> torch.Tensor:
