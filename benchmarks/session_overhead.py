@@ -34,7 +34,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mixle.utils.parallel.training_contracts import ParallelPlan
 
 from mixle_megatron.backend import MegatronBackend
-from mixle_megatron.models.gpt import GPT, decoder_spec
+from mixle_megatron.models.decoder_spec import decoder_spec
+from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
 from mixle_megatron.translate import Host

@@ -18,6 +18,8 @@ _PUBLIC = {
     "MegatronSession": "mixle_megatron.session",
     "GPT": "mixle_megatron.models.gpt",
     "OptimizerSettings": "mixle_megatron.optimizer_settings",
+    "CallableProvider": "mixle_megatron.models.callable_provider",
+    "PipelineSplit": "mixle_megatron.pipeline_split",
     "CheckpointError": "mixle_megatron.errors",
     "Fault": "mixle_megatron.errors",
     "MixleMegatronError": "mixle_megatron.errors",

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan
 
 from mixle_megatron import host as cpu_host
+from mixle_megatron.callers_groups import parallel_state_faults
 from mixle_megatron.capabilities import CAPABILITIES
 from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
 from mixle_megatron.launch_environment import environment_faults
+from mixle_megatron.models.built_module import BuiltModule, is_built
 from mixle_megatron.models.causal_lm import WrappedCausalLM, is_causal_lm
-from mixle_megatron.models.provider import ModelProvider
+from mixle_megatron.models.provider import ModelProvider, SessionTerms
 from mixle_megatron.optimizer_choice import optimizer_receipt, resolve_optimizer
 from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import (
     available_world_size,
@@ -50,12 +54,14 @@ class MegatronBackend:
         timeout_minutes: float = 30.0,
         seed: int = 1234,
         uneven_batches: bool = True,
+        pipeline: PipelineSplit = EVEN,
         **unknown: Any,
     ) -> MegatronSession:
         """Check everything, start the process groups, build this rank's stage and open a session.
 
         Args:
-            module: mixle's ``CausalLM``, or what describes a model and builds it, such as
+            module: mixle's ``CausalLM``; a Megatron model that is built already, which is then trained
+                in place (:class:`BuiltModule`); or what describes a model and builds it, such as
                 :class:`mixle_megatron.models.gpt.GPT` (a :class:`ModelProvider`).
             plan: the parallel plan; its world size is the number of ranks.
             precision: what the forward and backward passes compute in.
@@ -69,6 +75,8 @@ class MegatronBackend:
             seed: what dropout draws from.
             uneven_batches: whether replicas may make different numbers of ``train_batch`` calls. False
                 saves an exchange, and lets gradients be reduced during the backward pass on CUDA.
+            pipeline: which layers each pipeline stage holds; virtual stages, uneven ones, or Megatron's
+                layout string. By default equally many in one chunk.
 
         Raises:
             Refused: something does not fit, with all faults, before any process group is made.
@@ -81,15 +89,23 @@ class MegatronBackend:
         record = PlanRecord.from_plan(plan)
         dimensions = provider.dimensions(record.tp)
         refuse_if_any([] if dist.is_initialized() else environment_faults())
-        faults = all_faults(record, model=dimensions, precision=precision, world_size=available_world_size())
+        terms = SessionTerms(record, precision, choose_device(device), pipeline)
+        faults = all_faults(
+            record,
+            model=dimensions,
+            precision=precision,
+            world_size=available_world_size(),
+            split=pipeline,
+        )
         settings, setting_faults = resolve_optimizer(optimizer, lr, max_grad_norm)
-        faults += provider.faults(record) + setting_faults
+        faults += parallel_state_faults(record, experts=dimensions.num_moe_experts is not None)
+        faults += provider.faults(terms) + setting_faults
         verdict(faults + _not_executed_faults(scheduler, compile))
-        host = Host.of(choose_device(device))
+        host = Host.of(terms.device)
         if uneven_batches:
             # A replica that waits for others has no backward pass to reduce in.
             host = dataclasses.replace(host, overlaps_reduction=False)
-        return self._open(provider, plan, host, settings, precision, timeout_minutes, seed, uneven_batches)
+        return self._open(provider, plan, host, settings, terms, timeout_minutes, seed, uneven_batches)
 
     def _open(
         self,
@@ -97,7 +113,7 @@ class MegatronBackend:
         plan: ParallelPlan,
         host: Host,
         settings: OptimizerSettings,
-        precision: str,
+        terms: SessionTerms,
         timeout_minutes: float,
         seed: int,
         uneven_batches: bool,
@@ -108,16 +124,16 @@ class MegatronBackend:
                 cpu_host.require()
                 undo.append(cpu_host.release)
             start_default_group(host.device, timeout_minutes=timeout_minutes)
-            groups = make_groups(plan, timeout_minutes=timeout_minutes)
+            groups = make_groups(plan, split=terms.split, timeout_minutes=timeout_minutes)
             undo.append(lambda: destroy_groups(groups))
-            stage = Stage.build(provider, plan, groups, host, settings, precision, seed)
+            stage = Stage.build(provider, plan, groups, host, settings, terms.precision, seed, terms.split)
             return MegatronSession(
                 stage,
                 plan=plan,
                 capabilities=self.capabilities,
                 provider=provider,
                 device=host.device,
-                precision=precision,
+                precision=terms.precision,
                 optimizer_receipt=optimizer_receipt(settings),
                 uneven_batches=uneven_batches,
                 on_close=lambda: _undo(undo),
@@ -133,12 +149,16 @@ def _undo(steps: list[Any]) -> None:
 
 
 def _provider_of(module: Any) -> ModelProvider:
-    """What builds the stages of ``module``: itself, or the wrapper of mixle's own language model."""
+    """What builds the stages of ``module``: itself, or what makes a provider of it."""
     if isinstance(module, ModelProvider):
         return module
+    if is_built(module):
+        return BuiltModule(module)
     if is_causal_lm(module):
         return WrappedCausalLM(module)
-    remedy = "give it a mixle CausalLM, a mixle_megatron.GPT or another ModelProvider"
+    remedy = "give it a mixle CausalLM, a Megatron model, a mixle_megatron.GPT or another ModelProvider"
+    if callable(module) and not isinstance(module, torch.nn.Module):
+        remedy = "give a function that builds a stage to CallableProvider, with what has to be known before"
     raise Unsupported(
         [Fault("module", type(module).__name__, "is not a model this backend can build", remedy)]
     )

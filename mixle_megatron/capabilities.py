@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelAxis
 
-EXECUTED_AXES = frozenset(
-    {ParallelAxis.DP_REPLICATE, ParallelAxis.DP_SHARD, ParallelAxis.TP, ParallelAxis.PP}
-)
-"""Axes that run on every host, with or without CUDA."""
+EXECUTED_AXES = frozenset(ParallelAxis)
+"""Axes that run on every host, with or without CUDA, in every combination (tests/test_plan_matrix.py)."""
 
 EXECUTED_PRECISIONS = frozenset({"fp32", "bf16"})
 """Precisions that run on every host."""
@@ -17,7 +15,7 @@ CAPABILITIES = BackendCapabilities(
     axes=EXECUTED_AXES,
     precisions=EXECUTED_PRECISIONS,
     distributed_optimizer=True,
-    reshardable_checkpoint=False,
+    reshardable_checkpoint=True,
     elastic_restart=False,
     requirements=("megatron-core>=0.16,<0.20", "torch>=2.6"),
 )

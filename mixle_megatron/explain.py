@@ -6,7 +6,7 @@ from dataclasses import asdict
 from math import inf, prod
 from typing import Any
 
-from mixle_megatron import megatron_names, memory
+from mixle_megatron import megatron_names, memory, parameter_count
 from mixle_megatron.config.here import here_faults
 from mixle_megatron.config.load import COMMAND_LINE, LoadedConfig, warnings_of
 from mixle_megatron.config.schema import (
@@ -16,16 +16,19 @@ from mixle_megatron.config.schema import (
     effective_config,
     effective_plan,
     model_dimensions,
+    pipeline_split,
 )
 from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
+from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.topology import GROUP_AXES, Topology
 
 RANKS_PER_NODE = 8
 MOST_RANKS = 64
-"""Largest plan of which every rank is listed."""
+"""Largest plan of which every rank, and every pipeline stage, is listed."""
 ENDS = 8
-"""Ranks listed from either end of a larger plan."""
+"""Ranks and stages listed from either end of a larger plan."""
 MOST_IN_GROUP = 4096
 """Largest group whose ranks are walked to describe it; of a larger one the ends are named."""
 
@@ -49,6 +52,7 @@ def explain(loaded: LoadedConfig, *, ranks_per_node: int = RANKS_PER_NODE) -> di
         "grids": _grids(topology),
         "megatron": _megatron(config, plan),
         "batch": _batch(config, plan),
+        "pipeline": _pipeline(config, plan),
         "memory": _memory(config, plan),
         "ranks": _ranks(topology, ranks_per_node),
         "values": _values(loaded),
@@ -67,18 +71,20 @@ def _grids(topology: Topology) -> dict[str, Any]:
         "expert_product": prod(expert.values()),
         "num_distributed_optimizer_instances": topology.num_distributed_optimizer_instances,
         "optimizer_shards": topology.optimizer_shards,
+        "expert_optimizer_shards": topology.expert_optimizer_shards,
     }
 
 
 def _megatron(config: Config, plan: PlanRecord) -> dict[str, dict[str, Any]]:
     """Megatron's arguments, by what takes them."""
     settings = OptimizerSettings.from_section(config.optimizer, decay_steps=decay_steps(config))
+    split = pipeline_split(config)
+    parallel = megatron_names.parallel_state_arguments(plan, split)
+    own = megatron_names.model_parallel_arguments(plan, split)
+    own = {name: value for name, value in own.items() if name not in parallel}
     return {
-        "initialize_model_parallel": megatron_names.parallel_state_arguments(plan),
-        "TransformerConfig": {
-            **megatron_names.model_arguments(model_dimensions(config)),
-            "sequence_parallel": megatron_names.model_parallel_arguments(plan)["sequence_parallel"],
-        },
+        "initialize_model_parallel": parallel,
+        "TransformerConfig": megatron_names.model_arguments(model_dimensions(config)) | own,
         "DistributedDataParallelConfig": megatron_names.distributed_data_parallel_arguments(plan),
         "OptimizerConfig": _finite(megatron_names.optimizer_arguments(settings)),
         "OptimizerParamScheduler": megatron_names.scheduler_arguments(settings),
@@ -119,9 +125,17 @@ def _batch(config: Config, plan: PlanRecord) -> dict[str, int]:
 
 def _memory(config: Config, plan: PlanRecord) -> dict[str, Any]:
     model = model_dimensions(config)
-    stages = memory.memory_by_stage(model, plan, precision=config.precision, optimizer=config.optimizer.name)
+    stages = memory.memory_by_stage(
+        model,
+        plan,
+        precision=config.precision,
+        optimizer=config.optimizer.name,
+        split=pipeline_split(config),
+    )
+    whole = parameter_count.model_parameters(model)
     return {
-        "parameters": memory.total_parameters(model),
+        "parameters": whole.total,
+        "expert_parameters": whole.expert,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
         "stages": [stage.as_dict() for stage in stages],
@@ -129,12 +143,39 @@ def _memory(config: Config, plan: PlanRecord) -> dict[str, Any]:
     }
 
 
+def _pipeline(config: Config, plan: PlanRecord) -> dict[str, Any]:
+    """The layers of each chunk of each stage, counted from 0; of very many stages, those at the ends."""
+    split, model = pipeline_split(config), model_dimensions(config)
+    listed = _ends(plan.pp, MOST_RANKS)
+    return {
+        "stages": plan.pp,
+        "chunks": split.chunks(plan.pp),
+        "even": split == EVEN,
+        "left_out": plan.pp - len(listed),
+        "listed": [_stage(split, model, plan.pp, stage) for stage in listed],
+    }
+
+
+def _stage(split: PipelineSplit, model: ModelDimensions, pp: int, stage: int) -> dict[str, Any]:
+    """A stage's layers, chunk by chunk, as ``[first, last]``, and what it predicts beyond the next token."""
+    chunks = split.stage_layers(model.num_layers, pp, stage)
+    predicts = stage == split.prediction_stage(pp) and model.mtp_num_layers is not None
+    return {
+        "stage": stage,
+        "chunks": [[held.start, held.stop - 1] if held else [] for held in chunks],
+        "prediction_layers": model.mtp_num_layers if predicts else 0,
+    }
+
+
+def _ends(number: int, most: int) -> list[int]:
+    """All of ``number`` indices, or where they are more than ``most`` the first and the last ones."""
+    return list(range(number)) if number <= most else [*range(ENDS), *range(number - ENDS, number)]
+
+
 def _ranks(topology: Topology, ranks_per_node: int) -> dict[str, Any]:
     """Each rank's node, coordinates and groups; of a large plan the first and last ranks."""
     world_size = topology.world_size
-    listed: list[int] = list(range(min(world_size, MOST_RANKS)))
-    if world_size > MOST_RANKS:
-        listed = [*range(ENDS), *range(world_size - ENDS, world_size)]
+    listed = _ends(world_size, MOST_RANKS)
     return {
         "world_size": world_size,
         "ranks_per_node": ranks_per_node,

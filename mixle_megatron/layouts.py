@@ -8,7 +8,9 @@ Placements are written as torch's DTensor writes them, with what Megatron adds t
 * ``pp``: ``Stage(1)``, or ``Stage(0, 3)`` where two stages hold copies (a tied embedding).
 * ``dp_shard``: ``OptimizerRange(0:[0,96), 1:[96,160))``: which elements of the flattened tensor that a
   rank holds the optimizer keeps on which shard (ZeRO-1). Parameters themselves are not sharded there.
-  Under context parallelism its ranks are shards too, and the axis is called ``dp_shard*cp``.
+  The axis is named after all that the shards are ranks of, such as ``dp_shard*cp``.
+* A routed expert has ``ep``: ``Rank(1)``, which of its ranks holds it; ``etp`` in place of ``tp``; and
+  ``edp`` in place of ``dp_shard``: the ranks that hold the same experts.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import torch.distributed as dist
 from mixle.utils.parallel.training_contracts import ParameterLayout, StateLayout
 
 from mixle_megatron.models.initialisation import is_vocabulary, whole_shape
-from mixle_megatron.models.naming import TIED_EMBEDDING, TIED_OUTPUT, logical_name
+from mixle_megatron.models.naming import TIED_EMBEDDING, TIED_OUTPUT, is_expert
 from mixle_megatron.models.placement import PlacedParameter
 from mixle_megatron.optimizer_shards import model_parameters, own_range, own_value
 from mixle_megatron.stage import Stage
+from mixle_megatron.topology import Topology
 
 
 def parameter_layouts(
@@ -46,19 +49,19 @@ def _own_parameters(stage: Stage) -> list[PlacedParameter]:
     """What this rank's stage holds, in the order of the module."""
     shards = _optimizer_shards(stage)
     number = stage.groups.collection.pp.rank()
-    tied = getattr(stage.module, "share_embeddings_and_output_weights", False)
+    tied = (TIED_EMBEDDING, TIED_OUTPUT) if stage.ties_embeddings else ()
     own = {}
-    for name, parameter in stage.module.named_parameters():
-        logical = logical_name(stage.module, name)
+    for logical, parameter in stage.named_parameters():
         cut = getattr(parameter, "tensor_model_parallel", False)
         own[logical] = PlacedParameter(
             name=logical,
             shape=whole_shape(parameter, stage.groups),
-            names=(TIED_EMBEDDING, TIED_OUTPUT) if tied and logical == TIED_EMBEDDING else (),
+            names=tied if logical == TIED_EMBEDDING else (),
             tensor_dim=parameter.partition_dim if cut else None,
             tensor_stride=parameter.partition_stride if cut else 1,
             stages=(number,),
             shards=shards[id(parameter)],
+            expert_rank=stage.groups.collection.ep.rank() if is_expert(logical) else None,
         )
     return list(own.values())
 
@@ -83,16 +86,21 @@ def _optimizer_shards(stage: Stage) -> dict[int, tuple[tuple[int, int, int], ...
 
 
 def _over_stages(own: list[PlacedParameter], stage: Stage) -> Iterable[PlacedParameter]:
-    """The parameters of all stages; one that several hold is one parameter."""
-    pipeline = stage.groups.collection.pp
-    gathered: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(gathered, own, group=pipeline)
+    """The parameters of all stages and experts; one that several stages hold is one parameter."""
+    experts = _gathered([each for each in own if each.expert_rank is not None], stage.groups.collection.ep)
+    others = [each for each in own if each.expert_rank is None]
     whole: dict[str, PlacedParameter] = {}
-    for parameter in (each for theirs in gathered for each in theirs):
+    for parameter in _gathered(others + experts, stage.groups.collection.pp):
         first = whole.get(parameter.name)
         stages = parameter.stages if first is None else first.stages + parameter.stages
         whole[parameter.name] = replace(first or parameter, stages=stages)
     return whole.values()
+
+
+def _gathered(own: list[PlacedParameter], group: Any) -> list[PlacedParameter]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return [each for theirs in gathered for each in theirs]
 
 
 def _without_padding(placed: PlacedParameter, vocab_size: int) -> PlacedParameter:
@@ -103,21 +111,27 @@ def _without_padding(placed: PlacedParameter, vocab_size: int) -> PlacedParamete
 
 
 def _layout(placed: PlacedParameter, plan: Any) -> ParameterLayout:
+    topology = Topology(plan)
+    expert = placed.expert_rank is not None
+    tensor, cut = ("etp", plan.etp) if expert else ("tp", plan.tp)
+    shards = topology.expert_optimizer_shards if expert else topology.optimizer_shards
     placements = []
-    if plan.tp > 1:
-        placements.append(("tp", _tensor_placement(placed)))
+    if cut > 1:
+        placements.append((tensor, _tensor_placement(placed)))
     if plan.pp > 1:
         placements.append(("pp", f"Stage({', '.join(map(str, placed.stages))})"))
-    if plan.dp_shard * plan.cp > 1:
-        axes = [axis for axis in ("dp_shard", "cp") if getattr(plan, axis) > 1]
+    if expert and plan.ep > 1:
+        placements.append(("ep", f"Rank({placed.expert_rank})"))
+    if shards > 1:
         ranges = ", ".join(f"{shard}:[{start},{stop})" for shard, start, stop in placed.shards)
-        placements.append(("*".join(axes), f"OptimizerRange({ranges})"))
+        axis = "edp" if expert else "*".join(topology.optimizer_shard_axes)
+        placements.append((axis, f"OptimizerRange({ranges})"))
     return ParameterLayout(
         logical_id=placed.name,
         global_shape=placed.shape,
         placements=tuple(placements),
         shared_group="=".join(placed.names) or None,
-        optimizer_state=_state_layout(placed, plan),
+        optimizer_state=_state_layout(placed, plan, is_cut=cut > 1, is_sharded=shards > 1),
     )
 
 
@@ -129,8 +143,10 @@ def _tensor_placement(placed: PlacedParameter) -> str:
     return f"Shard(dim={placed.tensor_dim}{stride}{padded})"
 
 
-def _state_layout(placed: PlacedParameter, plan: Any) -> StateLayout:
+def _state_layout(placed: PlacedParameter, plan: Any, *, is_cut: bool, is_sharded: bool) -> StateLayout:
     """Who owns its optimizer state: the narrowest that holds."""
-    if plan.dp_shard * plan.cp > 1 or (plan.tp > 1 and placed.tensor_dim is not None):
+    if placed.expert_rank is not None and plan.ep > 1:
+        return StateLayout.EXPERT_LOCAL
+    if is_sharded or (is_cut and placed.tensor_dim is not None):
         return StateLayout.SHARDED
     return StateLayout.PIPELINE_LOCAL if plan.pp > 1 else StateLayout.REPLICATED

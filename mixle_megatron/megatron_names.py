@@ -7,14 +7,21 @@ them: what is shown is what is passed.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 from mixle_megatron.optimizer_settings import OptimizerSettings
-from mixle_megatron.rules.dimensions import BatchDimensions, ModelDimensions
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
+from mixle_megatron.rules.dimensions import (
+    BatchDimensions,
+    ExpertDimensions,
+    LatentAttentionDimensions,
+    ModelDimensions,
+)
 from mixle_megatron.topology import Topology
 
 
-def parallel_state_arguments(plan: Any) -> dict[str, Any]:
+def parallel_state_arguments(plan: Any, split: PipelineSplit = EVEN) -> dict[str, Any]:
     """The plan as ``megatron.core.parallel_state.initialize_model_parallel`` takes it.
 
     ``expert_tensor_parallel_size`` is always passed: Megatron's own default is tp, mixle's is 1.
@@ -27,10 +34,11 @@ def parallel_state_arguments(plan: Any) -> dict[str, Any]:
         "expert_tensor_parallel_size": plan.etp,
         "num_distributed_optimizer_instances": Topology(plan).num_distributed_optimizer_instances,
         "order": "tp-cp-ep-dp-pp",
+        **_virtual_stages(plan, split),
     }
 
 
-def model_parallel_arguments(plan: Any) -> dict[str, Any]:
+def model_parallel_arguments(plan: Any, split: PipelineSplit = EVEN) -> dict[str, Any]:
     """The plan's part of ``TransformerConfig``; sequence parallelism comes with tp."""
     return {
         "tensor_model_parallel_size": plan.tp,
@@ -39,7 +47,18 @@ def model_parallel_arguments(plan: Any) -> dict[str, Any]:
         "expert_model_parallel_size": plan.ep,
         "expert_tensor_parallel_size": plan.etp,
         "sequence_parallel": plan.tp > 1,
+        **{name: value for name, value in split.arguments().items() if name != _VIRTUAL},
+        **_virtual_stages(plan, split),
     }
+
+
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+
+
+def _virtual_stages(plan: Any, split: PipelineSplit) -> dict[str, int]:
+    """The chunks on each stage; Megatron takes even a stated 1 for the interleaved schedule."""
+    chunks = split.chunks(plan.pp)
+    return {_VIRTUAL: chunks} if chunks > 1 else {}
 
 
 def distributed_data_parallel_arguments(plan: Any) -> dict[str, Any]:
@@ -67,7 +86,14 @@ def batch_arguments(plan: Any, batch: BatchDimensions) -> dict[str, int]:
 
 
 def model_arguments(model: ModelDimensions) -> dict[str, Any]:
-    """The model's sizes as ``TransformerConfig`` and ``GPTModel`` name them; the vocabulary is padded."""
+    """The model's sizes as ``TransformerConfig`` and ``GPTModel`` name them; the vocabulary is padded.
+
+    Those of experts, of latent attention and of prediction layers are there where the model has any;
+    with latent attention they are ``MLATransformerConfig``'s.
+    """
+    parts = {ExpertDimensions: model.num_moe_experts, LatentAttentionDimensions: model.multi_latent_attention}
+    optional = [field.name for part, there in parts.items() if there for field in fields(part)]
+    optional += ["mtp_num_layers"] if model.mtp_num_layers is not None else []
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -77,6 +103,8 @@ def model_arguments(model: ModelDimensions) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_hidden_size,
         "vocab_size": model.padded_vocab_size,
         "max_sequence_length": model.max_position_embeddings,
+        **{name: getattr(model, name) for name in optional},
+        **({"rope_type": "rope"} if model.multi_latent_attention else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class Microbatch:
     inputs: torch.Tensor
     targets: torch.Tensor
 
+    def positions(self) -> torch.Tensor:
+        """Each token's place in its row, int64 ``[rows, sequence]``."""
+        sequence = self.inputs.shape[1]
+        return torch.arange(sequence, device=self.inputs.device).expand_as(self.inputs)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -40,6 +46,11 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     examples: int
     tokens: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are rows that the caller did not give."""
+        return sum(len(microbatch.inputs) for microbatch in self.microbatches) != self.examples
 
     @property
     def rows(self) -> int:
@@ -87,7 +98,7 @@ def foreign_id_faults(inputs: torch.Tensor, targets: torch.Tensor, vocab_size: i
     return faults
 
 
-def cut(inputs: torch.Tensor, targets: torch.Tensor, count: int, *, equal: bool) -> Batch:
+def cut(inputs: torch.Tensor, targets: torch.Tensor, count: int, *, equal: bool, multiple: int = 1) -> Batch:
     """Cut ``(batch, sequence)`` tensors into at most ``count`` microbatches, as torch.chunk does.
 
     Args:
@@ -96,6 +107,8 @@ def cut(inputs: torch.Tensor, targets: torch.Tensor, count: int, *, equal: bool)
         count: ``plan.microbatches``.
         equal: give all microbatches the same rows, padded with rows that nothing supervises; the
             pipeline's transfers have one shape.
+        multiple: give a multiple of this many microbatches, the last of them without any supervised
+            row; the interleaved schedule takes them in groups of pp. It divides ``count``.
 
     A batch of no rows becomes one unsupervised row, so that a rank without data still takes part
     in every collective of its replica.
@@ -103,12 +116,25 @@ def cut(inputs: torch.Tensor, targets: torch.Tensor, count: int, *, equal: bool)
     examples, tokens = len(inputs), int((targets != NOT_SUPERVISED).sum())
     if examples == 0:
         inputs, targets = _padded(inputs, targets, 1)
-    elif equal:
-        rows = -(-examples // min(count, examples))
-        inputs, targets = _padded(inputs, targets, -(-examples // rows) * rows)
     pieces = min(count, len(inputs))
+    if equal:
+        rows = -(-len(inputs) // pieces)
+        pieces = ceil(len(inputs) / (rows * multiple)) * multiple
+        inputs, targets = _padded(inputs, targets, pieces * rows)
     chunks = zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True)
     return Batch(tuple(Microbatch(*pair) for pair in chunks), examples, tokens)
+
+
+def own_part(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What context-parallel ``rank`` of ``ranks`` holds of ``[rows, sequence]``: Megatron's zigzag.
+
+    The sequence is cut into ``2 · ranks`` chunks, of which a rank holds one from the front and its
+    mirror image from the back, so that causal attention costs every rank the same.
+    """
+    if ranks == 1:
+        return tensor
+    chunks = tensor.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim=1)
 
 
 def _padded(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,13 @@ _ADAM_ONLY = set(torch.optim.AdamW([torch.zeros(1)]).defaults) - set(
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups, *, decays_vectors: bool = False
+    config: OptimizerConfig,
+    chunks: list[torch.nn.Module],
+    groups: MegatronGroups,
+    *,
+    decays_vectors: bool = False,
 ) -> Any:
-    """Megatron's optimizer for a module in its DistributedDataParallel wrapper.
+    """Megatron's optimizer for a stage's chunks in their DistributedDataParallel wrappers.
 
     Megatron decays no biases and norms, unless ``decays_vectors`` takes that exemption away.
 
@@ -27,8 +31,8 @@ def build_optimizer(
     around adam, and the base optimizer is exchanged before it has any state.
     """
     if config.optimizer != "sgd":
-        return _distributed(config, model, groups, decays_vectors)
-    optimizer = _distributed(dataclasses.replace(config, optimizer="adam"), model, groups, decays_vectors)
+        return _distributed(config, chunks, groups, decays_vectors)
+    optimizer = _distributed(dataclasses.replace(config, optimizer="adam"), chunks, groups, decays_vectors)
     for part in optimizer.chained_optimizers:
         part.config = config
         if part.optimizer is not None:
@@ -38,11 +42,11 @@ def build_optimizer(
 
 
 def _distributed(
-    config: OptimizerConfig, model: torch.nn.Module, groups: MegatronGroups, decays_vectors: bool
+    config: OptimizerConfig, chunks: list[torch.nn.Module], groups: MegatronGroups, decays_vectors: bool
 ) -> Any:
     return get_megatron_optimizer(
         config,
-        [model],
+        chunks,
         # None is Megatron's standard exemption; no override at all is none.
         config_overrides={} if decays_vectors else None,
         use_gloo_process_groups=False,

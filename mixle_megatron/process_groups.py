@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mixle_megatron.errors import Fault, Refused
+from mixle_megatron.callers_groups import parallel_state_faults
+from mixle_megatron.errors import Fault, Refused, refuse_if_any
 from mixle_megatron.megatron_names import parallel_state_arguments
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
+from mixle_megatron.plan_record import PlanRecord
 
 
 @dataclass(frozen=True)
@@ -29,29 +32,48 @@ class MegatronGroups:
         collection: what GPTModel, DistributedDataParallel, the optimizer and the schedules take.
         made: groups that :func:`make_groups` created and :func:`destroy_groups` destroys.
         owns_parallel_state: False where the caller had initialised ``parallel_state`` already.
+        chunk: the chunk of the stage's layers that is meant, under virtual pipeline stages.
+        chunks: how many chunks each stage has.
     """
 
     collection: ProcessGroupCollection
     made: tuple[Any, ...]
     owns_parallel_state: bool
+    chunk: int = 0
+    chunks: int = 1
+
+    def of_chunk(self, chunk: int, chunks: int) -> MegatronGroups:
+        """The same groups, seen from one of a stage's ``chunks``."""
+        return replace(self, chunk=chunk, chunks=chunks)
+
+    @property
+    def virtual_stage(self) -> int | None:
+        """The chunk as Megatron's ``vp_stage`` takes it: None where stages are not divided."""
+        return self.chunk if self.chunks > 1 else None
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first pipeline stage (the embedding)."""
-        return self.collection.pp.rank() == 0
+        """Whether this is the first pipeline stage, and of that the first chunk (the embedding)."""
+        return self.collection.pp.rank() == 0 and self.chunk == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage (the loss)."""
-        return self.collection.pp.rank() == self.collection.pp.size() - 1
+        """Whether this is the last pipeline stage, and of that the last chunk (the loss)."""
+        return self.collection.pp.rank() == self.collection.pp.size() - 1 and self.chunk == self.chunks - 1
+
+    @property
+    def adds_loss(self) -> bool:
+        """Whether this rank's loss is part of its replica's: each cp rank of the last stage has some."""
+        return self.is_last_stage and self.collection.tp.rank() == 0
 
     @property
     def speaks_for_replica(self) -> bool:
-        """Whether this rank adds its replica's sums to a world-wide one: exactly one rank does.
+        """Whether this rank counts its replica's batch in a world-wide sum: exactly one rank does."""
+        return self.adds_loss and self.collection.cp.rank() == 0
 
-        With context parallelism each rank of the last stage holds other tokens, so all of them speak.
-        """
-        return self.is_last_stage and self.collection.tp.rank() == 0
+    def cuts(self, parameter: torch.Tensor) -> Any:
+        """The tensor-parallel group over which ``parameter`` is cut: that of experts is their own."""
+        return self.collection.tp if getattr(parameter, "allreduce", True) else self.collection.expt_tp
 
 
 def choose_device(requested: Any = None) -> torch.device:
@@ -102,22 +124,22 @@ def start_default_group(device: torch.device, *, timeout_minutes: float = 30.0) 
     return True
 
 
-def make_groups(plan: Any, *, timeout_minutes: float = 30.0) -> MegatronGroups:
+def make_groups(plan: Any, *, split: PipelineSplit = EVEN, timeout_minutes: float = 30.0) -> MegatronGroups:
     """Initialise Megatron's ``parallel_state`` for ``plan`` and take the snapshot of its groups.
 
-    Where the caller has initialised it already, its sizes have to be those of the plan.
+    Where the caller has initialised it already, its groups have to be those of the plan.
 
     Raises:
-        Refused: if ``parallel_state`` is initialised with other sizes.
+        Refused: if ``parallel_state`` is initialised with other groups.
     """
     if parallel_state.model_parallel_is_initialized():
-        _refuse_other_sizes(plan)
+        refuse_if_any(parallel_state_faults(PlanRecord.from_plan(plan), experts=plan.ep * plan.etp > 1))
         return MegatronGroups(ProcessGroupCollection.use_mpu_process_groups(), (), False)
     # A closed session is a cycle, and its groups keep their threads (gloo: three each) until it is collected.
     gc.collect()
     before = set(_all_groups())
     parallel_state.initialize_model_parallel(
-        **parallel_state_arguments(plan),
+        **parallel_state_arguments(plan, split),
         distributed_timeout_minutes=timeout_minutes,
         create_gloo_process_groups=False,
     )
@@ -138,24 +160,3 @@ def destroy_groups(groups: MegatronGroups) -> None:
 def _all_groups() -> list[Any]:
     # torch has no public list of its groups, and Megatron forgets its own without destroying them.
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def _refuse_other_sizes(plan: Any) -> None:
-    actual = {
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "cp": parallel_state.get_context_parallel_world_size(),
-        "ep": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    faults = [
-        Fault(
-            f"plan.{axis}",
-            getattr(plan, axis),
-            f"is not the size {size} that Megatron's parallel_state is initialised with",
-            f"use {size}, or call parallel_state.destroy_model_parallel() first",
-        )
-        for axis, size in actual.items()
-        if getattr(plan, axis) != size
-    ]
-    if faults:
-        raise Refused(faults)

@@ -28,10 +28,10 @@ def seed_generators(seed: int, groups: Any) -> None:
     """Seed the generators of this rank.
 
     Regions that tensor-parallel ranks compute alike draw alike within a data-parallel replica;
-    replicas and pipeline stages draw differently (Megatron-LM's own rule: 100 per stage, and the
-    data-parallel rank).
+    replicas, pipeline stages and the parts of a sequence draw differently (Megatron-LM's own rule:
+    100 per stage, and the data-parallel rank).
     """
-    stage_seed = seed + 100 * groups.collection.pp.rank() + 10_000 * groups.collection.dp.rank()
+    stage_seed = seed + 100 * groups.collection.pp.rank() + 10_000 * groups.collection.dp_cp.rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(
         stage_seed,

@@ -26,6 +26,8 @@ from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_fau
 from mixle_megatron.models.provider import ModelProvider
 from mixle_megatron.receipts import PendingUpdate, ReceiptMaker, Sums
 from mixle_megatron.replicas import EVALUATING, TRAINING, WAITING, Replicas
+from mixle_megatron.routing import RoutingMeter
+from mixle_megatron.rules.sequence import sequence_faults
 from mixle_megatron.stage import Stage, UpdateOutcome
 from mixle_megatron.topology import Topology
 from mixle_megatron.traffic import TrafficMeter
@@ -122,8 +124,8 @@ class MegatronSession:
         self.parameter_layouts: tuple[ParameterLayout, ...] = parameter_layouts(
             stage, plan, self._dimensions.vocab_size, provider.in_callers_terms
         )
-        tied = getattr(stage.module, "share_embeddings_and_output_weights", False)
-        self.updates: tuple[DistributedUpdate, ...] = declared_updates(plan, tied_embedding=tied)
+        self.updates: tuple[DistributedUpdate, ...] = declared_updates(plan, stage.communicating)
+        self._routing = RoutingMeter(stage) if stage.config.num_moe_experts else None
         self._traffic = TrafficMeter()
         self._traffic.start()
         self._place(dist.get_rank())
@@ -158,10 +160,13 @@ class MegatronSession:
             self.stage.clear_gradients()
         completes = self._pending.calls + 1 >= self.plan.gradient_accumulation_steps
         with _failing(self):
+            self._agree(TRAINING, batch)
             started = perf_counter()
             loss = self.stage.accumulate(batch, completes_update=completes)
             sums = self._replicas.exchange(TRAINING, batch, loss).sums
             self._pending = self._pending.add(sums, perf_counter() - started)
+            if self._routing is not None:
+                self._routing.add_microbatches(len(batch.microbatches))
             if completes:
                 return self._commit()
         return self._uncommitted(sums, "gradient_accumulation")
@@ -191,6 +196,7 @@ class MegatronSession:
         self._require_open()
         batch = self._batch(inputs, targets)
         with _failing(self):
+            self._agree(EVALUATING, batch)
             exchanged = self._replicas.exchange(EVALUATING, batch, self.stage.evaluate(batch))
             if not exchanged.all_are(EVALUATING):
                 raise SessionError("some replicas evaluate while others train: call evaluate() on every rank")
@@ -200,15 +206,19 @@ class MegatronSession:
     def _batch(self, inputs: Any, targets: Any) -> Batch:
         inputs, targets = as_token_ids(inputs, targets)
         sequence, longest = inputs.shape[1], self._dimensions.max_position_embeddings
-        faults = []
-        if sequence % self.plan.tp:
-            rule = f"is not divisible by plan.tp={self.plan.tp}, over which sequences are split"
-            faults.append(Fault("sequence", sequence, rule))
+        faults = sequence_faults(self.plan, sequence, name="sequence")
         if sequence > longest:
             faults.append(Fault("sequence", sequence, f"is above model.max_position_embeddings={longest}"))
         refuse_if_any(faults + foreign_id_faults(inputs, targets, self._dimensions.vocab_size))
-        batch = cut(inputs, targets, self.plan.microbatches, equal=self.plan.pp > 1)
+        pipelined = self.plan.pp > 1
+        groups_of = self.plan.pp if len(self.stage.chunks) > 1 else 1
+        batch = cut(inputs, targets, self.plan.microbatches, equal=pipelined, multiple=groups_of)
         return batch.to(self.device)
+
+    def _agree(self, doing: int, batch: Batch | None) -> None:
+        """Where there are experts, that no batch is padded, and that replicas can exchange tokens."""
+        if self._routing is not None and self._uneven_batches:
+            self._replicas.agree(doing, batch, alike=self.plan.ep > 1)
 
     def _join_others(self) -> StepReceipt | None:
         """Take part, with nothing, in every call that other replicas still make.
@@ -218,6 +228,7 @@ class MegatronSession:
         """
         receipt = None
         while self._uneven_batches and self.data_parallel_size > 1:
+            self._agree(WAITING, None)
             exchanged = self._replicas.exchange(WAITING)
             if exchanged.all_are(WAITING):
                 break
@@ -271,6 +282,8 @@ class MegatronSession:
             "seconds": seconds,
             "partial_accumulation": pending.calls < self.plan.gradient_accumulation_steps,
         }
+        if self._routing is not None:
+            extra["experts"] = self._routing.take(self.reduce_world).as_dict()
         if not outcome.committed:
             extra["reason"] = "gradient_overflow"
         receipt = self._receipts.receipt(
@@ -318,6 +331,8 @@ class MegatronSession:
     def _forget_pending(self) -> None:
         """The next update clears the gradients when it begins."""
         self._pending = PendingUpdate()
+        if self._routing is not None:
+            self._routing.clear()
 
     # Checkpoints
 
@@ -413,6 +428,9 @@ class MegatronSession:
                 self._join_others()
             self.module = (self._provider.untouched if failed else self._provider.give_back)(self.stage)
         finally:
+            if self._routing is not None:
+                self._routing.stop()
+            self.stage.release()
             self._traffic.stop()
             self._on_close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +11,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 
+from mixle_megatron.megatron_versions import forget_recorded_losses
 from mixle_megatron.microbatches import Batch
+from mixle_megatron.models.experts import forget_activations, mark_experts
+from mixle_megatron.models.naming import logical_name
 from mixle_megatron.models.provider import ModelProvider
+from mixle_megatron.models.release import marks_of, release
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.optimizers import build_optimizer
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.random_state import seed_generators
 from mixle_megatron.schedule import Schedule
@@ -23,6 +30,7 @@ from mixle_megatron.translate import (
     param_scheduler,
     transformer_config,
 )
+from mixle_megatron.updates import Communicating
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,11 @@ class UpdateOutcome:
 
 
 class Stage:
-    """A built stage: the module, its DistributedDataParallel wrapper, its optimizer and schedules.
+    """A built stage: the modules, their DistributedDataParallel wrappers, one optimizer and schedules.
 
     Attributes:
-        module: the stage without its wrappers.
-        config: Megatron's TransformerConfig of it.
+        chunks: the stage's chunks of layers without their wrappers; one, but for virtual stages.
+        config: Megatron's TransformerConfig of them.
         groups: this rank's process groups.
         device: where its parameters live.
         optimizer: Megatron's optimizer.
@@ -56,7 +64,7 @@ class Stage:
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         config: Any,
         plan: Any,
         groups: MegatronGroups,
@@ -64,14 +72,42 @@ class Stage:
         settings: OptimizerSettings,
         precision: str,
     ) -> None:
-        self.module = module
+        self.chunks = tuple(chunks)
         self.config = config
         self.groups = groups
         self.device = host.device
-        wrapped = module if precision == "fp32" else Float16Module(config, module)
+        self._transformer_engine = host.transformer_engine
+        for chunk in self.chunks:
+            mark_experts(chunk)
+        self._marks = [marks_of(chunk) for chunk in self.chunks]
+        try:
+            self._wrap(config, plan, groups, host, settings, precision)
+        except BaseException:
+            self.release()
+            raise
+
+    def _wrap(
+        self,
+        config: Any,
+        plan: Any,
+        groups: MegatronGroups,
+        host: Host,
+        settings: OptimizerSettings,
+        precision: str,
+    ) -> None:
         parallel = ddp_config(plan, host=host)
         self._overlaps = parallel.overlap_grad_reduce
-        self._parallel = DistributedDataParallel(config, parallel, wrapped, pg_collection=groups.collection)
+        self._parallel = [
+            DistributedDataParallel(
+                config,
+                parallel,
+                chunk if precision == "fp32" else Float16Module(config, chunk),
+                # Later chunks are reduced while earlier ones still compute: one bucket each.
+                disable_bucketing=number > 0,
+                pg_collection=groups.collection,
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
         self.optimizer = build_optimizer(
             optimizer_config(settings, precision=precision),
             self._parallel,
@@ -81,7 +117,7 @@ class Stage:
         self.scheduler = param_scheduler(settings, self.optimizer)
         self._schedule = Schedule(self._parallel, config, groups)
         self._reduction_started = False
-        self._parallel.train()
+        self._train(True)
 
     @classmethod
     def build(
@@ -93,16 +129,46 @@ class Stage:
         settings: OptimizerSettings,
         precision: str,
         seed: int,
+        split: PipelineSplit = EVEN,
     ) -> Stage:
         """Build this rank's stage of ``provider``'s model; ``seed`` is what dropout draws from."""
-        config = transformer_config(plan, provider.transformer_fields(), precision=precision, host=host)
+        fields = provider.transformer_fields()
+        config = transformer_config(plan, fields, precision=precision, host=host, split=split)
         seed_generators(seed, groups)
-        module = provider.build_stage(config, groups, host)
-        return cls(module, config, plan, groups, host, settings, precision)
+        forget_recorded_losses()
+        count = split.chunks(plan.pp)
+        chunks = [
+            provider.build_stage(config, groups.of_chunk(number, count), host) for number in range(count)
+        ]
+        return cls(chunks, config, plan, groups, host, settings, precision)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The stage without its wrappers; several chunks are a ModuleList."""
+        return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by their logical names."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                yield logical_name(chunk, name), parameter
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return bool(getattr(self.chunks[0], "share_embeddings_and_output_weights", False))
+
+    @property
+    def communicating(self) -> Communicating:
+        """What of the model decides what a step communicates."""
+        return Communicating.of(
+            self.config, tied_embedding=self.ties_embeddings, ring_attention=self._transformer_engine
+        )
 
     def clear_gradients(self) -> None:
         """Forget all accumulated gradients."""
-        self._parallel.zero_grad_buffer()
+        for chunk in self._parallel:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._reduction_started = False
 
@@ -117,9 +183,12 @@ class Stage:
         if not self._overlaps:
             return self._schedule.forward_backward(batch)
         if not completes_update:
-            with self._parallel.no_sync():
+            with ExitStack() as unreduced:
+                for chunk in self._parallel:
+                    unreduced.enter_context(chunk.no_sync())
                 return self._schedule.forward_backward(batch)
-        self.config.no_sync_func = self._parallel.no_sync
+        waits = [chunk.no_sync for chunk in self._parallel]
+        self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         try:
             self._reduction_started = True
             return self._schedule.forward_backward(batch)
@@ -128,18 +197,24 @@ class Stage:
 
     def evaluate(self, batch: Batch) -> float:
         """The batch's summed loss in evaluation mode on the last stage, 0.0 elsewhere."""
-        self._parallel.eval()
+        self._train(False)
         try:
             return self._schedule.forward(batch)
         finally:
-            self._parallel.train()
+            self._train(True)
+
+    def _train(self, mode: bool) -> None:
+        for chunk in self._parallel:
+            chunk.train(mode)
 
     def reduce_gradients(self, global_tokens: int) -> None:
         """Reduce the accumulated gradients over all ranks and divide them by the update's tokens."""
         if self._overlaps and not self._reduction_started:
-            self._parallel.start_grad_sync()
-        finalize_model_grads([self._parallel], None, pg_collection=self.groups.collection)
-        self._parallel.scale_gradients(1.0 / global_tokens)
+            for chunk in self._parallel:
+                chunk.start_grad_sync()
+        finalize_model_grads(self._parallel, None, pg_collection=self.groups.collection)
+        for chunk in self._parallel:
+            chunk.scale_gradients(1.0 / global_tokens)
 
     def update(self) -> UpdateOutcome:
         """Clip, step the optimizer and advance the schedules by one."""
@@ -151,6 +226,12 @@ class Stage:
         return UpdateOutcome(
             bool(committed), None if grad_norm is None else float(grad_norm), learning_rate, loss_scale
         )
+
+    def release(self) -> None:
+        """Take the modules out of Megatron's wrappers: ordinary ones, with the values that they have."""
+        for chunk, marks in zip(self.chunks, self._marks, strict=True):
+            forget_activations(chunk)
+            release(marks)
 
     @property
     def learning_rate(self) -> float:

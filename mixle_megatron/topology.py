@@ -165,6 +165,16 @@ class Topology:
         return ranks // self.num_distributed_optimizer_instances
 
     @property
+    def optimizer_shard_axes(self) -> tuple[str, ...]:
+        """The axes, larger than 1, whose ranks those shards are.
+
+        dp_replicate is one of them where experts leave fewer instances than it has ranks.
+        """
+        instances = self.num_distributed_optimizer_instances
+        sizes = {"dp_replicate": self.plan.dp_replicate // instances, "dp_shard": self.plan.dp_shard}
+        return tuple(axis for axis, size in (sizes | {"cp": self.plan.cp}).items() if size > 1)
+
+    @property
     def expert_optimizer_shards(self) -> int:
         """Ranks that the optimizer state of expert parameters is sharded over."""
         return self.expert_data_parallel_size // self.num_distributed_optimizer_instances

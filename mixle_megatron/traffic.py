@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 
 # Bytes that a rank sends in a bandwidth-optimal algorithm, as a share of the argument named, for a
 # group of n ranks; the convention of NCCL's own performance tests ("bus bandwidth").
@@ -46,6 +47,8 @@ class TrafficMeter:
             original = getattr(dist, name)
             self._replace(original, self._counting(original, payload, share))
         self._replace(dist.batch_isend_irecv, self._counting_p2p(dist.batch_isend_irecv))
+        # The interleaved schedule sends one by one, through this function of Megatron's.
+        self._replace(p2p_communication._p2p_ops, self._counting_sends(p2p_communication._p2p_ops))
 
     def stop(self) -> None:
         """Put every function back."""
@@ -83,6 +86,15 @@ class TrafficMeter:
         def counted(operations: Any) -> Any:
             self._sent += sum(_bytes(each.tensor) for each in operations if each.op is dist.isend)
             return original(operations)
+
+        return counted
+
+    def _counting_sends(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def counted(**kwargs: Any) -> Any:
+            sent = (kwargs["tensor_send_prev"], kwargs["tensor_send_next"])
+            self._sent += sum(_bytes(tensor) for tensor in sent if tensor is not None)
+            return original(**kwargs)
 
         return counted
 

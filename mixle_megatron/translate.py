@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from mixle_megatron.megatron_names import (
@@ -23,7 +23,9 @@ from mixle_megatron.megatron_names import (
     optimizer_arguments,
     scheduler_arguments,
 )
+from mixle_megatron.megatron_versions import auxiliary_coefficient
 from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype of model parameters and activations for each precision that is executed."""
@@ -84,7 +86,7 @@ class Host:
 
 
 def transformer_config(
-    plan: Any, model: Mapping[str, Any], *, precision: str, host: Host
+    plan: Any, model: Mapping[str, Any], *, precision: str, host: Host, split: PipelineSplit = EVEN
 ) -> TransformerConfig:
     """Megatron's TransformerConfig for ``plan``.
 
@@ -94,6 +96,7 @@ def transformer_config(
             may be a name.
         precision: a key of :data:`PARAMETER_DTYPES`.
         host: where it will run; fused kernels are asked for on CUDA alone.
+        split: how layers are dealt to pipeline stages.
 
     The loss is summed over tokens (``calculate_per_token_loss``), so that the session divides once
     by the tokens of the whole update, whatever their distribution over ranks and microbatches.
@@ -103,10 +106,14 @@ def transformer_config(
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = activation_function(fields["activation_func"])
     fields |= {
-        **model_parallel_arguments(plan),
+        **model_parallel_arguments(plan, split),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": precision == "bf16",
+        # Between two stages the transfers of interleaved chunks in both directions would be matched
+        # wrongly in one batch, on any backend; Megatron-LM does the same.
+        "overlap_p2p_comm": split.chunks(plan.pp) > 1,
+        "batch_p2p_comm": split.chunks(plan.pp) == 1,
         "calculate_per_token_loss": True,
         "init_method": leave_uninitialised,
         "output_layer_init_method": leave_uninitialised,
@@ -122,7 +129,22 @@ def transformer_config(
         # the fused weight gradient of local layers is an extension of apex; Transformer Engine has its own
         "gradient_accumulation_fusion": host.transformer_engine,
     }
-    return TransformerConfig(**fields)
+    if fields.get("num_moe_experts") is not None:
+        fields |= _expert_arguments(fields, plan, host)
+    latent = fields.get("multi_latent_attention", False)
+    return (MLATransformerConfig if latent else TransformerConfig)(**fields)
+
+
+def _expert_arguments(fields: Mapping[str, Any], plan: Any, host: Host) -> dict[str, Any]:
+    """What of a mixture of experts depends on the plan, on Megatron's version, or on the host."""
+    arguments: dict[str, Any] = {
+        name: auxiliary_coefficient(fields[name], plan)
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        if fields.get(name) is not None
+    }
+    # Grouped matrix products are kernels of CUDA; elsewhere experts are computed one after another.
+    arguments["moe_grouped_gemm"] = host.on_cuda and bool(fields.get("moe_grouped_gemm"))
+    return arguments
 
 
 def _is_swiglu(fields: Mapping[str, Any]) -> bool:

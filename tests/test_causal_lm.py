@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ PLANS: dict[str, tuple[int, dict[str, int]]] = {
     "dp_shard=2": (2, {"dp_shard": 2}),
     "tp=2": (2, {"tp": 2}),
     "pp=2": (2, {"pp": 2}),
+    "cp=2": (2, {"cp": 2}),
     "tp=2 pp=2": (4, {"tp": 2, "pp": 2}),
 }
 
@@ -115,7 +117,7 @@ def fit(backend: str, sizes: dict[str, int], options: dict[str, Any], kind: str 
     data_parallel = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     lm = LM(VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS, block=BLOCK, device="cpu")
     lm.module = causal_lm(kind)
-    names = {"tp": "tp_size", "pp": "pp_size"}
+    names = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size"}
     losses: list[float] = []
     lm.fit(
         corpus(),
@@ -183,6 +185,19 @@ def test_fit_is_mixles_own_on_every_plan(run_on: Any, native: dict[str, Any], pl
         for name, parameter in result["parameters"].items():
             assert torch.equal(parameter, results[0]["parameters"][name]), f"{name} differs between ranks"
         assert_close(result["parameters"], native["parameters"], 1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [("dp_shard=2", "tp=2"), ("tp=2 pp=2", "one rank")])
+def test_fit_resumes_under_another_plan(
+    run_on: Any, native: dict[str, Any], tmp_path: Path, first: str, second: str
+) -> None:
+    """One epoch under one plan and the second under another are the two epochs of mixle's own backend."""
+    path = {"checkpoint_path": str(tmp_path / "checkpoint")}
+    (ranks, sizes), (more_ranks, other) = PLANS[first], PLANS[second]
+    begun = run_on(ranks, fit, "megatron", sizes, {"epochs": 1} | path)[0]
+    ended = run_on(more_ranks, fit, "megatron", other, {"epochs": 2, "resume": True} | path)[0]
+    assert begun["losses"] + ended["losses"] == pytest.approx(native["losses"], rel=1e-5)
+    assert_close(ended["parameters"], native["parameters"], 1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum"])

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 from mixle_megatron.cli.main import app
 from mixle_megatron.explain import ranks_in_short
 
-TINY = str(Path(__file__).parent.parent / "configs" / "tiny_gpt_cpu.yaml")
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY, TINY_MOE = str(CONFIGS / "tiny_gpt_cpu.yaml"), str(CONFIGS / "tiny_moe_cpu.yaml")
 
 
 def run(*arguments: str) -> Result:
@@ -21,9 +22,9 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def plan(*overrides: str) -> dict:
-    """The JSON of ``plan`` for the shipped example."""
-    result = run("plan", TINY, "--json", *overrides)
+def plan(*overrides: str, config: str = TINY) -> dict:
+    """The JSON of ``plan`` for a shipped example."""
+    result = run("plan", config, "--json", *overrides)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -43,10 +44,83 @@ def test_plan_prints_every_part() -> None:
         assert words in result.stdout
 
 
+def test_plan_of_experts_prints_both_grids_and_what_lies_on_them() -> None:
+    result = run("plan", TINY_MOE, "plan.tp=2", "plan.ep=2", "plan.etp=2", "plan.cp=2", "plan.dp_shard=4")
+    assert result.exit_code == 0
+    for words in (
+        "dense grid: tp · cp · dp · pp = 2 · 2 · 4 · 1 = 16 ranks",
+        "expert grid: etp · ep · edp · pp = 2 · 2 · 4 · 1 = 16 ranks",
+        "each sharded over 8 ranks (ZeRO-1); that of experts over 4",
+        "expert_model_parallel_size",
+        "moe_token_dispatcher_type",
+        "2,097,152 of them in experts",
+        "of experts",
+    ):
+        assert words in result.stdout
+    assert "of them in experts" not in run("plan", TINY).stdout
+
+
+def test_json_has_the_groups_and_the_parameters_of_experts() -> None:
+    explanation = plan("plan.tp=2", "plan.ep=2", config=TINY_MOE)
+    assert explanation["grids"]["expert"] == {"etp": 1, "ep": 2, "edp": 2, "pp": 1}
+    assert explanation["grids"]["expert_optimizer_shards"] == 2
+    last = explanation["ranks"]["listed"][3]
+    assert last["megatron"] == {"tp": 1, "cp": 0, "dp": 1, "pp": 0, "etp": 0, "ep": 1, "edp": 1}
+    assert last["groups"]["ep"] == {"size": 2, "ranks": "2,3"}
+    assert last["groups"]["expt_dp"] == {"size": 2, "ranks": "1,3"}
+    memory = explanation["memory"]
+    assert memory["expert_parameters"] == 4 * 4 * 2 * 512 * 128
+    assert memory["stages"][0]["expert_parameters"] * 2 == memory["expert_parameters"]
+    config = explanation["megatron"]["TransformerConfig"]
+    assert (config["num_moe_experts"], config["moe_ffn_hidden_size"]) == (4, 512)
+
+
+def test_json_has_the_groups_of_context_parallelism() -> None:
+    explanation = plan("plan.cp=2", "plan.tp=2")
+    assert explanation["ranks"]["listed"][3]["mixle"]["cp"] == 1
+    assert explanation["ranks"]["listed"][3]["groups"]["cp"] == {"size": 2, "ranks": "1,3"}
+    assert explanation["grids"]["optimizer_shards"] == 4
+
+
+def test_latent_attention_and_predictions_are_among_megatrons_arguments() -> None:
+    overrides = ("model.multi_latent_attention=true", "model.position_embedding_type=rope")
+    config = plan(*overrides, "model.mtp_num_layers=2")["megatron"]["TransformerConfig"]
+    assert config["rope_type"] == "rope"
+    assert (config["kv_lora_rank"], config["q_lora_rank"], config["mtp_num_layers"]) == (512, None, 2)
+    assert not {"rope_type", "mtp_num_layers", "num_moe_experts"} & set(
+        plan()["megatron"]["TransformerConfig"]
+    )
+
+
+def test_stages_are_shown_where_they_are_not_equal_parts() -> None:
+    assert "Pipeline:" not in run("plan", TINY, "plan.pp=2").stdout
+    assert plan("plan.pp=2")["pipeline"]["listed"] == [
+        {"stage": 0, "chunks": [[0, 1]], "prediction_layers": 0},
+        {"stage": 1, "chunks": [[2, 3]], "prediction_layers": 0},
+    ]
+    overrides = ("plan.pp=2", "pipeline.pipeline_model_parallel_layout=Ett|t|tm|L")
+    assert "put every m before the L" in run("plan", TINY, *overrides, "model.mtp_num_layers=1").stderr
+    overrides = (
+        "plan.pp=2",
+        "pipeline.pipeline_model_parallel_layout=E|tt|t|tmL",
+        "model.mtp_num_layers=1",
+        "model.position_embedding_type=rope",
+    )
+    pipeline = plan(*overrides)["pipeline"]
+    assert [stage["chunks"] for stage in pipeline["listed"]] == [[[], [2, 2]], [[0, 1], [3, 3]]]
+    assert [stage["prediction_layers"] for stage in pipeline["listed"]] == [0, 1]
+    megatron = plan(*overrides)["megatron"]
+    assert megatron["initialize_model_parallel"]["virtual_pipeline_model_parallel_size"] == 2
+    assert megatron["TransformerConfig"]["pipeline_model_parallel_layout"] == "E|tt|t|tmL"
+    table = run("plan", TINY, *overrides).stdout
+    assert "Pipeline: 2 stage(s) of 2 chunk(s)" in table
+    assert "none" in table
+
+
 def test_json_is_one_stable_object() -> None:
     explanation = plan()
     assert list(explanation) == [
-        *("path", "plan", "grids", "megatron", "batch", "memory", "ranks", "values", "warnings"),
+        *("path", "plan", "grids", "megatron", "batch", "pipeline", "memory", "ranks", "values", "warnings"),
     ]
     assert explanation["plan"]["world_size"] == 2
     assert plan() == explanation
@@ -88,6 +162,7 @@ def test_a_plan_beyond_any_machine_is_told_all_the_same() -> None:
     result = run(
         *("plan", TINY, f"plan.dp_shard={largest}", f"batch.global_batch_size={largest}"),
         *("batch.micro_batch_size=1", f"model.num_layers={largest}", f"plan.pp={largest}"),
+        *("model.num_moe_experts=2", "model.moe_layer_freq=3", "model.add_bias_linear=false"),
     )
     assert result.exit_code == 0
     assert f"{largest**2} ranks" in result.stdout
@@ -116,6 +191,13 @@ def test_missing_data_is_a_warning_of_the_plan() -> None:
     result = run("plan", TINY, "data.paths=[/no/such/file]")
     assert result.exit_code == 0
     assert "warning: data.paths=/no/such/file does not exist" in result.stdout
+
+
+def test_a_value_without_effect_is_a_warning_of_check_too() -> None:
+    result = run("config", "check", TINY, "model.moe_router_topk=1")
+    assert result.exit_code == 0
+    assert "model.moe_router_topk=1 has no effect with model.num_moe_experts=null" in result.stderr
+    assert "warning" not in run("config", "check", TINY, TINY_MOE).output
 
 
 @pytest.mark.parametrize("command", [("plan",), ("config", "show"), ("config", "check"), ("pretrain",)])
@@ -183,7 +265,10 @@ def test_schema_is_json_schema() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("plan", TINY), ("plan", TINY, "--json"), ("config", "check", TINY), ("config", "schema"), ("--help",)],
+    [
+        *(("plan", TINY), ("plan", TINY, "--json"), ("plan", TINY_MOE, "plan.ep=2", "plan.cp=2")),
+        *(("config", "check", TINY), ("config", "schema"), ("--help",)),
+    ],
 )
 def test_nothing_loads_torch(arguments: tuple[str, ...]) -> None:
     program = (

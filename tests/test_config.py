@@ -27,7 +27,9 @@ from mixle_megatron.config.schema_faults import dotted_keys
 from mixle_megatron.errors import Fault, Refused, Unsupported
 from mixle_megatron.rules import verdict
 
-TINY = Path(__file__).parent.parent / "configs" / "tiny_gpt_cpu.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY = CONFIGS / "tiny_gpt_cpu.yaml"
+TINY_MOE = CONFIGS / "tiny_moe_cpu.yaml"
 
 
 def tiny(*overrides: str) -> LoadedConfig:
@@ -73,10 +75,44 @@ def test_example_is_sound_and_that_of_the_design() -> None:
         ("plan.pp=4",),
         ("plan.gradient_accumulation_steps=2",),
         ("plan.dp_shard=4", "batch.micro_batch_size=2"),
+        ("plan.cp=2",),
+        ("plan.tp=2", "plan.cp=4", "plan.pp=2", "pipeline.virtual_pipeline_model_parallel_size=2"),
+        ("plan.pp=2", "pipeline.num_layers_in_first_pipeline_stage=1"),
+        ("plan.pp=2", "pipeline.pipeline_model_parallel_layout=Et|tttL"),
     ],
 )
 def test_example_runs_under_other_plans_by_overrides_alone(overrides: tuple[str, ...]) -> None:
     verdict(check_config(tiny(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("plan.ep=2",),
+        ("plan.etp=2",),
+        ("plan.tp=2",),
+        ("plan.tp=2", "plan.ep=2"),
+        ("plan.tp=2", "plan.etp=2"),
+        ("plan.tp=2", "plan.ep=2", "plan.etp=2"),
+        ("plan.cp=2", "plan.pp=2", "plan.ep=2"),
+    ],
+)
+def test_example_of_experts_is_sound_under_its_plans(overrides: tuple[str, ...]) -> None:
+    loaded = load_config(TINY_MOE, overrides)
+    verdict(check_config(loaded))
+    assert warnings_of(loaded) == []
+
+
+def test_examples_have_the_same_sizes() -> None:
+    dense, experts = tiny().config, load_config(TINY_MOE).config
+    differing = {
+        key
+        for key in type(dense.model).model_fields
+        if getattr(dense.model, key) != getattr(experts.model, key)
+    }
+    assert differing == {"num_moe_experts", "add_bias_linear", "moe_aux_loss_coeff"}
+    assert dense.model_copy(update={"model": experts.model, "run": experts.run}) == experts
 
 
 def test_sources_say_where_values_came_from() -> None:
@@ -134,6 +170,22 @@ def test_interpolation() -> None:
         ("optimizer.name=adamw", "optimizer.name", "did you mean adam?"),
         ("model.activation_func=swiglu", "model.activation_func", "is not one of gelu"),
         ("model.qk_layernorm=1", "model.qk_layernorm", "must be true or false"),
+        ("model.moe_layer_freq=0", "model.moe_layer_freq", "a whole number from 1, or a list of 0 and 1"),
+        ("model.moe_layer_freq=[0,2]", "model.moe_layer_freq", "a whole number from 1, or a list of 0 and 1"),
+        ("model.moe_layer_freq=[]", "model.moe_layer_freq", "a whole number from 1, or a list of 0 and 1"),
+        ("model.moe_router_dtype=bf16", "model.moe_router_dtype", "is not one of fp32, fp64"),
+        ("model.moe_z_loss_coeff=-1", "model.moe_z_loss_coeff", "use 0 or more"),
+        ("model.moe_expert_capacity_factor=0", "model.moe_expert_capacity_factor", "must be above 0"),
+        ("model.kv_lora_rank=0", "model.kv_lora_rank", "use 1 or more"),
+        ("model.mtp_num_layers=0", "model.mtp_num_layers", "use 1 or more"),
+        ("plan.ep=2", "plan.ep", "model.num_moe_experts is null; use 1"),
+        ("plan.cp=3", "plan.cp", "use 1, 2, 4, 8, 16, 32 or 64 or model.seq_length 126 or 132"),
+        (
+            "pipeline.virtual_pipeline_model_parallel_size=2",
+            "pipeline.virtual_pipeline_model_parallel_size",
+            "leave it out, or use plan.pp=2 or more",
+        ),
+        ("pipeline.layout=EL", "pipeline.layout", "did you mean pipeline.pipeline_model_parallel_layout?"),
         ("data.paths=[]", "data.paths", "must not be empty"),
         ("data.paths=stdlib", "data.paths", "use [stdlib]"),
         ("data.source=csv", "data.source", "is not one of text"),
@@ -178,10 +230,45 @@ def test_missing_keys_are_explained() -> None:
     assert "data is required; state it, with paths" in texts
 
 
-@pytest.mark.parametrize("overrides", [("plan.cp=2",), ("precision=mxfp8",), ("plan.ep=2", "precision=fp16")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision=fp16",),
+        ("precision=mxfp8",),
+        ("model.num_moe_experts=4", "model.moe_token_dispatcher_type=flex", "precision=fp16"),
+    ],
+)
 def test_what_is_not_built_is_unsupported(overrides: tuple[str, ...]) -> None:
     with pytest.raises(Unsupported):
         verdict(check_config(tiny(*overrides)))
+
+
+def test_words_where_megatron_has_null() -> None:
+    config = tiny("model.moe_router_dtype=none", "model.moe_router_load_balancing_type=null").config
+    assert config.model.moe_router_dtype is None
+    assert config.model.moe_router_load_balancing_type == "none"
+    assert tiny("model.moe_layer_freq=[0,1,1,1]").config.model.moe_layer_freq == [0, 1, 1, 1]
+
+
+def test_interleaved_microbatches_are_judged_where_they_follow_from_the_batch() -> None:
+    chunks = "pipeline.virtual_pipeline_model_parallel_size=2"
+    [fault] = refused(chunks, "plan.pp=2", "batch.micro_batch_size=8")
+    assert (fault.field, fault.value) == ("plan.microbatches", 1)
+    assert fault.remedy == "use 2, 4 or 8, with batch.micro_batch_size 4, 2 or 1"
+    faults = refused(chunks, "plan.pp=2", "batch.micro_batch_size=8", "model.vocab_size=3")
+    assert fields(faults) == {"plan.microbatches", "model.vocab_size"}
+
+
+def test_recomputed_layers_are_those_of_a_chunk() -> None:
+    recompute = (
+        "model.recompute_granularity=full",
+        "model.recompute_method=block",
+        "plan.pp=2",
+        "model.recompute_num_layers=3",
+    )
+    verdict(check_config(tiny(*recompute, "pipeline.num_layers_in_first_pipeline_stage=1")))
+    [fault] = refused(*recompute)
+    assert fault.remedy == "use a number from 1 to 2"
 
 
 def test_faults_carry_the_line_of_the_file(tmp_path: Path) -> None:
@@ -290,9 +377,9 @@ def test_options_are_frozen() -> None:
     """A key that goes or changes its name breaks config files: do it on purpose."""
     assert sorted({key.partition(".")[0] for key in dotted_keys()} | {"precision"}) == [
         *("batch", "checkpoint", "data", "evaluation", "host", "logging", "model"),
-        *("optimizer", "plan", "precision", "run"),
+        *("optimizer", "pipeline", "plan", "precision", "run"),
     ]
-    assert len(list(dotted_keys())) == 78
+    assert len(list(dotted_keys())) == 111
 
 
 UNREAD = {
@@ -303,13 +390,44 @@ UNREAD = {
     "optimizer.wsd_decay_steps=3": "optimizer.schedule=cosine",
     "model.rotary_base=5000": "model.position_embedding_type=learned_absolute",
     "model.add_qkv_bias=true": "model.add_bias_linear=true",
+    "model.moe_router_topk=1": "model.num_moe_experts=null",
+    "model.moe_layer_freq=[0,1,1,1]": "model.num_moe_experts=null",
+    "model.q_lora_rank=8": "model.multi_latent_attention=false",
+    "model.mtp_loss_scaling_factor=0.5": "model.mtp_num_layers=null",
+}
+
+
+UNREAD_BY_EXPERTS = {
+    "model.moe_aux_loss_coeff=0.1": "model.moe_router_load_balancing_type=none",
+    "model.moe_router_pre_softmax=true": "model.moe_router_score_function=sigmoid",
+    "model.moe_router_num_groups=2": "model.moe_router_group_topk=null",
+    "model.moe_router_bias_update_rate=0.1": "model.moe_router_enable_expert_bias=false",
+    "model.moe_token_drop_policy=position": "model.moe_expert_capacity_factor=null",
 }
 
 
 @pytest.mark.parametrize("value", UNREAD)
 def test_a_value_without_effect_is_a_warning_with_its_reason(value: str) -> None:
     (warning,) = warnings_of(tiny(value, UNREAD[value]))
-    assert str(warning).lower() == f"command line: {value} has no effect with {UNREAD[value]}".lower()
+    expected = f"command line: {value} has no effect with {UNREAD[value]}".replace(
+        "[0,1,1,1]", "a list of 4 values"
+    )
+    assert str(warning).lower() == expected.lower()
+
+
+@pytest.mark.parametrize("value", UNREAD_BY_EXPERTS)
+def test_a_value_without_effect_on_experts_is_a_warning(value: str) -> None:
+    reason = UNREAD_BY_EXPERTS[value]
+    (warning,) = warnings_of(load_config(TINY_MOE, ["model.moe_aux_loss_coeff=0", value, reason]))
+    assert str(warning) == f"command line: {value} has no effect with {reason}"
+    (warning,) = warnings_of(tiny(value))
+    assert "model.num_moe_experts=null" in str(warning)
+
+
+def test_the_widths_of_heads_are_not_those_of_latent_attention() -> None:
+    overrides = ("model.multi_latent_attention=true", "model.kv_channels=16", "model.add_qkv_bias=true")
+    warnings = warnings_of(tiny(*overrides))
+    assert [warning.field for warning in warnings] == ["model.kv_channels", "model.add_qkv_bias"]
 
 
 def test_the_example_states_nothing_to_no_effect() -> None:

@@ -26,6 +26,9 @@ PLANS: dict[str, tuple[int, dict[str, int]]] = {
     "pp=2 dp_shard=2": (4, {"pp": 2, "dp_shard": 2}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "tp=2 dp_replicate=2": (4, {"tp": 2, "dp_replicate": 2}),
+    "cp=2": (2, {"cp": 2}),
+    "cp=2 tp=2": (4, {"cp": 2, "tp": 2}),
+    "cp=2 dp_shard=2": (4, {"cp": 2, "dp_shard": 2}),
 }
 
 
@@ -76,10 +79,12 @@ def misplaced(sizes: dict[str, int]) -> tuple[int, list[str]]:
         if not torch.equal(expected.flatten().sort()[0], parameter.flatten().sort()[0]):
             wrong.append(f"{layout.logical_id}: {placements.get('tp')} is not what is held")
         own = own_value(optimizers[id(parameter)], parameter)
-        start, stop = optimizer_range(placements, session.coordinate["dp_shard"], parameter)
+        shard = session.coordinate["dp_shard"] * sizes.get("cp", 1) + session.coordinate["cp"]
+        start, stop = optimizer_range(placements, shard, parameter)
         if not torch.equal(parameter.flatten()[start:stop], torch.empty(0) if own is None else own):
             wrong.append(f"{layout.logical_id}: {placements} is not what the optimizer holds")
-        everything = sizes.get("dp_shard", 1) == 1 and "Shard" not in placements.get("tp", "")
+        whole_state = sizes.get("dp_shard", 1) * sizes.get("cp", 1) == 1
+        everything = whole_state and "Shard" not in placements.get("tp", "")
         if (layout.optimizer_state is StateLayout.SHARDED) == everything:
             wrong.append(f"{layout.logical_id}: {layout.optimizer_state}")
     session.close()
@@ -104,9 +109,10 @@ def cut(whole: torch.Tensor, placement: str, rank: int, sizes: dict[str, int]) -
 
 
 def optimizer_range(placements: dict[str, str], shard: int, parameter: torch.Tensor) -> tuple[int, int]:
-    if "dp_shard" not in placements:
+    ranges = next((value for value in placements.values() if value.startswith("OptimizerRange")), None)
+    if ranges is None:
         return 0, parameter.numel()
-    found = re.findall(r"(\d+):\[(\d+),(\d+)\)", placements["dp_shard"])
+    found = re.findall(r"(\d+):\[(\d+),(\d+)\)", ranges)
     return next(((int(a), int(b)) for each, a, b in found if int(each) == shard), (0, 0))
 
 
@@ -133,6 +139,7 @@ _KINDS = {
     "all_reduce": CollectiveKind.ALL_REDUCE,
     "reduce_scatter_tensor": CollectiveKind.REDUCE_SCATTER,
     "all_gather_into_tensor": CollectiveKind.ALL_GATHER,
+    "all_gather": CollectiveKind.ALL_GATHER,
     "all_to_all_single": CollectiveKind.ALL_TO_ALL,
     "broadcast": CollectiveKind.BROADCAST,
     "batch_isend_irecv": CollectiveKind.P2P,
@@ -193,8 +200,7 @@ def collectives_of_a_step(sizes: dict[str, int]) -> tuple[list[Any], set[tuple[s
 
 def peers(sizes: dict[str, int], rank: int, update: Any) -> tuple[int, ...]:
     """The ranks that an update's axes join, by a hand-written unravelling of Megatron's order of ranks."""
-    order = [("tp", sizes.get("tp", 1)), ("dp_shard", sizes.get("dp_shard", 1))]
-    order += [("dp_replicate", sizes.get("dp_replicate", 1)), ("pp", sizes.get("pp", 1))]
+    order = [(axis, sizes.get(axis, 1)) for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")]
 
     def place(number: int) -> dict[str, int]:
         found = {}
@@ -222,3 +228,120 @@ def test_updates_are_what_a_step_communicates(run_on: Any, plan: str) -> None:
         assert seen == declared
         assert all(update.contract_exact for update in updates)
         assert {update.exact for update in communicating} <= {False}
+
+
+# Experts
+
+EXPERT_PLANS: dict[str, dict[str, int]] = {
+    "dp_shard=2 ep=2": {"dp_shard": 2, "ep": 2},
+    "dp_replicate=2 ep=2": {"dp_replicate": 2, "ep": 2},
+    "tp=2": {"tp": 2},
+    "tp=2 etp=2": {"tp": 2, "etp": 2},
+    "tp=2 dp_shard=2 ep=2 etp=2": {"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2},
+    "cp=2 dp_shard=2 ep=2": {"cp": 2, "dp_shard": 2, "ep": 2},
+    "pp=2 dp_shard=2 ep=2": {"pp": 2, "dp_shard": 2, "ep": 2},
+}
+
+
+def mixture(sizes: dict[str, int], **changes: Any) -> Any:
+    from plan_matrix import MIXTURE
+
+    from mixle_megatron.models.gpt import GPT
+
+    return open_session(GPT.of(seed=7, **(MIXTURE | changes)), sizes, optimizer="adam")
+
+
+def whole_mixture() -> dict[str, torch.Tensor]:
+    session = mixture({})
+    whole = {name: parameter.detach().clone() for name, parameter in session.stage.named_parameters()}
+    session.close()
+    return whole
+
+
+def misplaced_experts(sizes: dict[str, int], whole: dict[str, torch.Tensor]) -> tuple[list[Any], list[str]]:
+    """The layouts, and those of experts that do not say what this rank holds."""
+    from mixle_megatron.optimizer_shards import model_parameters, own_value
+
+    session = mixture(sizes)
+    groups = session.stage.groups.collection
+    held = dict(session.stage.named_parameters())
+    optimizers = {id(parameter): part for part, parameter in model_parameters(session.optimizer)}
+    wrong = []
+    for layout in session.parameter_layouts:
+        if ".experts." not in layout.logical_id:
+            continue
+        placements = dict(layout.placements)
+        here = session.coordinate["pp"] in numbers(placements.get("pp", "Stage(0)"))
+        here = here and groups.ep.rank() in numbers(placements.get("ep", "Rank(0)"))
+        parameter = held.get(layout.logical_id)
+        if here != (parameter is not None):
+            wrong.append(f"{layout.logical_id}: {placements}")
+        if parameter is None:
+            continue
+        etp = {"tp": sizes.get("etp", 1)}
+        expected = cut(whole[layout.logical_id], placements.get("etp", ""), groups.expt_tp.rank(), etp)
+        own = own_value(optimizers[id(parameter)], parameter)
+        start, stop = optimizer_range(placements, groups.intra_expt_dp.rank(), parameter)
+        kept = parameter.flatten()[start:stop]
+        if not torch.equal(expected, parameter) or not torch.equal(kept, kept[:0] if own is None else own):
+            wrong.append(f"{layout.logical_id}: {placements}")
+        if (layout.optimizer_state is StateLayout.EXPERT_LOCAL) != (sizes.get("ep", 1) > 1):
+            wrong.append(f"{layout.logical_id}: {layout.optimizer_state}")
+    result = list(session.parameter_layouts)
+    session.close()
+    return result, wrong
+
+
+@pytest.mark.parametrize("plan", EXPERT_PLANS)
+def test_layouts_of_experts_say_what_the_ranks_hold(run_on: Any, plan: str) -> None:
+    sizes = EXPERT_PLANS[plan]
+    (whole,) = run_on(1, whole_mixture)
+    results = run_on(ParallelPlan(**sizes).world_size, misplaced_experts, sizes, whole)
+    for found, wrong in results:
+        assert wrong == []
+        assert found == results[0][0]
+        assert {layout.logical_id for layout in found} == set(whole)
+
+
+def expert_collectives(
+    sizes: dict[str, int], changes: dict[str, Any]
+) -> tuple[list[Any], set[tuple[str, tuple[int, ...]]], dict[str, tuple[int, ...]]]:
+    """The declarations, what this rank took part in, and the ranks of its groups of experts."""
+    session = mixture(sizes, **changes)
+    collection = session.stage.groups.collection
+    names = {"ep": "ep", "etp": "expt_tp", "ep*etp": "tp_ep", "edp": "expt_dp"}
+    groups = {
+        name: tuple(dist.get_process_group_ranks(getattr(collection, own))) for name, own in names.items()
+    }
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 257, (2, 17), generator=generator)
+    with recorded(seen):
+        session.train_batch(rows[:, :-1], rows[:, 1:])
+    session.close()
+    return list(session.updates), seen, groups
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("plan", EXPERT_PLANS)
+def test_updates_of_a_mixture_are_what_a_step_communicates(run_on: Any, plan: str, dispatcher: str) -> None:
+    sizes = EXPERT_PLANS[plan]
+    changes = {
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    results = run_on(ParallelPlan(**sizes).world_size, expert_collectives, sizes, changes)
+    for rank, (updates, seen, groups) in enumerate(results):
+        declared = set()
+        for update in updates:
+            axes = "*".join(axis.value for axis in update.mesh_axes)
+            if update.node_id.endswith(":experts"):
+                axes = "edp"
+            ranks = groups[axes] if axes in groups else peers(sizes, rank, update)
+            kind = update.collective
+            if update.node_id == "token:reduce_scatter" and dispatcher == "alltoall":
+                kind = CollectiveKind.ALL_TO_ALL  # unequal parts, which gloo cannot scatter (host/)
+            if kind is not CollectiveKind.NONE:
+                declared.add((kind.value, ranks))
+        assert seen == declared

@@ -6,7 +6,15 @@ import dataclasses
 
 import pytest
 
-from mixle_megatron.memory import layer_parameters, memory_by_stage, parameter_count, total_parameters
+from mixle_megatron.memory import MOST_STAGES, memory_by_stage
+from mixle_megatron.parameter_count import (
+    layer_parameters,
+    model_parameters,
+    parameter_count,
+    stage_parameters,
+    total_parameters,
+)
+from mixle_megatron.pipeline_split import PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import ModelDimensions
 
@@ -39,11 +47,106 @@ LLAMA_3_8B = ModelDimensions(
     add_bias_linear=False,
     share_embeddings_and_output_weights=False,
 )
+MIXTRAL_8X7B = dataclasses.replace(LLAMA_3_8B, vocab_size=32000, padded_vocab_size=32000, num_moe_experts=8)
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA_3_8B,
+    num_layers=61,
+    hidden_size=7168,
+    num_attention_heads=128,
+    num_query_groups=128,
+    ffn_hidden_size=18432,
+    vocab_size=129280,
+    padded_vocab_size=129280,
+    qk_layernorm=True,
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    num_moe_experts=256,
+    moe_layer_freq=[0] * 3 + [1] * 58,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_router_topk=8,
+)
+BALANCING_BIASES = 58 * 256
+"""DeepSeek counts the biases that balance experts among its parameters; Megatron keeps them as buffers."""
 
 
 def test_totals_are_those_that_are_published() -> None:
     assert total_parameters(GPT2_SMALL) == 124_439_808
     assert total_parameters(LLAMA_3_8B) == 8_030_261_248
+    assert total_parameters(MIXTRAL_8X7B) == 46_702_792_704
+    assert total_parameters(DEEPSEEK_V3) + BALANCING_BIASES == 671_026_419_200
+
+
+def test_experts_are_cut_by_their_own_axes() -> None:
+    whole = stage_parameters(MIXTRAL_8X7B, PlanRecord(), 0)
+    assert whole.expert == 32 * 8 * 3 * 14336 * 4096
+    for plan in (PlanRecord(dp_shard=4, ep=4), PlanRecord(dp_shard=4, ep=2, etp=2), PlanRecord(tp=4, etp=4)):
+        held = stage_parameters(MIXTRAL_8X7B, plan, 0)
+        assert held.expert * plan.ep * plan.etp == whole.expert
+        assert (held.dense == whole.dense) == (plan.tp == 1)
+
+
+def test_experts_state_is_sharded_over_the_ranks_that_hold_them() -> None:
+    plan = PlanRecord(dp_shard=8, ep=4)
+    [stage] = memory_by_stage(MIXTRAL_8X7B, plan, precision="bf16")
+    held = stage_parameters(MIXTRAL_8X7B, plan, 0)
+    assert (stage.parameters, stage.expert_parameters) == (held.total, held.expert)
+    assert stage.main_parameter_bytes == 4 * (held.dense // 8 + held.expert // 2)
+    assert stage.optimizer_state_bytes == 2 * stage.main_parameter_bytes
+
+
+LAID_OUT = "E" + "tttt|" * 15 + "tmL"
+
+
+@pytest.mark.parametrize(
+    ("layers", "predictions", "pp", "split"),
+    [
+        (61, None, 15, PipelineSplit(num_layers_in_first_pipeline_stage=5)),
+        (61, 1, 15, PipelineSplit(num_layers_in_last_pipeline_stage=5)),
+        (64, 1, 8, PipelineSplit(virtual_pipeline_model_parallel_size=4)),
+        (64, None, 4, PipelineSplit(2, num_layers_in_first_pipeline_stage=10)),
+        (61, 1, 4, PipelineSplit(pipeline_model_parallel_layout=LAID_OUT)),
+    ],
+)
+def test_every_layer_is_on_one_stage_whatever_the_split(
+    layers: int, predictions: int | None, pp: int, split: PipelineSplit
+) -> None:
+    """The parts of a model add up to it, but for the copy of the embedding that predictions use."""
+    model = dataclasses.replace(
+        DEEPSEEK_V3,
+        num_layers=layers,
+        moe_layer_freq=[0] * 3 + [1] * (layers - 3),
+        mtp_num_layers=predictions,
+    )
+    held = [stage_parameters(model, PlanRecord(pp=pp), stage, split) for stage in range(pp)]
+    assert sum(stage.layers for stage in held) == layers
+    assert sum(stage.expert for stage in held) == model_parameters(model).expert
+    copies = 129280 * 7168 if predictions else 0
+    assert sum(stage.total for stage in held) == total_parameters(model) + copies
+    assert [stage.prediction_layers for stage in held] == [0] * (pp - 1) + [predictions or 0]
+
+
+def test_runs_of_stages_tell_where_experts_begin() -> None:
+    stages = memory_by_stage(
+        dataclasses.replace(DEEPSEEK_V3, num_layers=64, moe_layer_freq=[0] * 3 + [1] * 61),
+        PlanRecord(pp=8),
+        precision="bf16",
+    )
+    assert [(stage.stage, stage.stages, stage.expert_layers) for stage in stages] == [
+        *((0, 1, 5), (1, 6, 8), (7, 1, 8)),
+    ]
+
+
+def test_stages_that_were_not_looked_at_are_not_said_to_be_alike() -> None:
+    pp = 4 * MOST_STAGES
+    every = dataclasses.replace(GPT2_SMALL, num_layers=pp, num_moe_experts=2, moe_layer_freq=1)
+    assert [stage.stages for stage in memory_by_stage(every, PlanRecord(pp=pp), precision="fp32")] == [
+        *(1, pp - 2, 1),
+    ]
+    some = dataclasses.replace(every, moe_layer_freq=3)
+    shown = memory_by_stage(some, PlanRecord(pp=pp), precision="fp32")
+    assert sum(stage.stages for stage in shown) == 16
+    assert sum(stage.expert_layers * stage.stages for stage in shown) == 3 + 3
 
 
 def test_one_layer_by_hand() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from mixle_megatron.errors import Fault, Refused, Unsupported
 from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.pipeline_split import PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import (
+    AXES_NOT_EXECUTED,
     BatchDimensions,
     ModelDimensions,
     all_faults,
@@ -117,15 +119,20 @@ def test_prefixes_are_the_callers() -> None:
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep", "etp"])
-def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
-    faults = plan_faults(PlanRecord(dp_shard=2, tp=2, **{axis: 2}))
-    assert fields(faults) == [f"plan.{axis}"]
-    with pytest.raises(Unsupported, match="is not executed by this version"):
+def test_every_axis_is_executed(axis: str) -> None:
+    assert plan_faults(PlanRecord(dp_shard=2, tp=2, **{axis: 2})) == []
+
+
+def test_an_axis_that_is_not_executed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AXES_NOT_EXECUTED, "cp", "it is switched off here")
+    faults = plan_faults(PlanRecord(cp=2))
+    assert fields(faults) == ["plan.cp"]
+    with pytest.raises(Unsupported, match="is not executed by this version: it is switched off here"):
         verdict(faults)
 
 
 def test_unsupported_only_where_nothing_else_is_wrong() -> None:
-    unsupported = plan_faults(PlanRecord(cp=2)) + precision_faults("fp8")
+    unsupported = precision_faults("fp16") + precision_faults("fp8")
     with pytest.raises(NotImplementedError):
         verdict(unsupported)
     with pytest.raises(Refused) as caught:
@@ -149,7 +156,7 @@ def test_ep_must_divide_the_data_parallel_size() -> None:
 
 def test_etp_must_divide_the_ranks_that_experts_have() -> None:
     faults = plan_faults(PlanRecord(dp_shard=2, tp=2, ep=2, etp=3))
-    assert fields(faults) == ["plan.ep", "plan.etp", "plan.etp"]
+    assert fields(faults) == ["plan.etp"]
     assert faults[-1].remedy == "use 1 or 2"
 
 
@@ -262,14 +269,14 @@ def test_schedules_have_megatrons_conditions(changes: dict[str, object], field: 
 
 def test_all_faults_come_at_once() -> None:
     faults = all_faults(
-        PlanRecord(tp=3, pp=4, cp=2, microbatches=5),
+        PlanRecord(tp=3, pp=4, microbatches=5),
         model=model(seq_length=64, padded_vocab_size=258),
         batch=BatchDimensions(16, 4, 64),
         precision="fp8",
         world_size=2,
     )
     assert {fault.field for fault in faults} == {
-        *("plan.cp", "plan.tp", "plan.pp", "plan.microbatches", "plan.world_size"),
+        *("plan.tp", "plan.pp", "plan.microbatches", "plan.world_size"),
         *("model.seq_length", "precision"),
     }
 
@@ -296,3 +303,220 @@ def test_a_proposed_tp_is_accepted(tp: int, heads: int, sequence: int, layers: i
         for value in map(int, re.findall(r"\d+", fault.remedy)):
             padded = dataclasses.replace(sizes, padded_vocab_size=257 * value)
             assert plan_model_faults(PlanRecord(tp=value), padded) == []
+
+
+def expert_model(**changes: object) -> ModelDimensions:
+    """A sound model with experts, with some fields changed."""
+    return model(**({"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "add_bias_linear": False} | changes))
+
+
+def test_cp_splits_sequences_in_twice_as_many_chunks() -> None:
+    [fault] = plan_model_faults(PlanRecord(cp=3), MODEL)
+    assert fault == Fault(
+        "plan.cp",
+        3,
+        "splits model.seq_length=32, which is no multiple of 2 · cp = 6",
+        "use 1, 2, 4, 8 or 16 or model.seq_length 30 or 36",
+    )
+    wide = model(seq_length=24, max_position_embeddings=24, padded_vocab_size=260)
+    assert plan_model_faults(PlanRecord(cp=3, tp=4), wide) == []
+    [fault] = plan_model_faults(PlanRecord(cp=4, tp=4), wide)
+    assert fault.rule.endswith("which is no multiple of 2 · cp = 8 and cp · plan.tp = 16")
+    assert fault.remedy == "use 1, 2, 3 or 6 or model.seq_length 16 or 32"
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 96))
+def test_a_proposed_cp_or_sequence_is_accepted(cp: int, tp: int, sequence: int) -> None:
+    sizes = model(seq_length=sequence, max_position_embeddings=2048, padded_vocab_size=260)
+    for fault in plan_model_faults(PlanRecord(cp=cp, tp=tp), sizes):
+        if fault.field != "plan.cp":
+            continue
+        sizes_text = fault.remedy.partition("model.seq_length ")[2]
+        axis_text = fault.remedy.partition("model.seq_length ")[0]
+        for value in map(int, re.findall(r"\d+", axis_text)):
+            assert "plan.cp" not in fields(plan_model_faults(PlanRecord(cp=value, tp=tp), sizes))
+        for value in map(int, re.findall(r"\d+", sizes_text)):
+            longer = dataclasses.replace(sizes, seq_length=value)
+            assert plan_model_faults(PlanRecord(cp=cp, tp=tp), longer) == []
+
+
+def test_experts_axes_need_experts() -> None:
+    faults = plan_model_faults(PlanRecord(dp_shard=2, tp=2, ep=2, etp=2), model(padded_vocab_size=258))
+    assert [(fault.field, fault.remedy) for fault in faults] == [("plan.ep", "use 1"), ("plan.etp", "use 1")]
+    assert "model.num_moe_experts is null" in faults[0].rule
+
+
+def test_ep_and_etp_divide_the_experts() -> None:
+    assert plan_model_faults(PlanRecord(dp_shard=8, ep=4, etp=2), expert_model()) == []
+    [fault] = plan_model_faults(PlanRecord(dp_shard=6, ep=3), expert_model())
+    assert fault == Fault("plan.ep", 3, "does not divide model.num_moe_experts=8", "use 1 or 2")
+    [fault] = plan_model_faults(PlanRecord(dp_shard=10, etp=5), expert_model())
+    assert fault == Fault("plan.etp", 5, "does not divide model.moe_ffn_hidden_size=24", "use 1 or 2")
+
+
+def test_predictions_of_further_tokens_run_where_one_rank_is_followed() -> None:
+    predicting = model(mtp_num_layers=1, position_embedding_type="rope")
+    assert plan_model_faults(PlanRecord(pp=2, dp_shard=2), predicting) == []
+    [fault] = plan_model_faults(PlanRecord(cp=2), predicting)
+    assert (fault.field, fault.remedy) == ("plan.cp", "use 1")
+    learned = model(mtp_num_layers=1)
+    assert plan_model_faults(PlanRecord(dp_shard=2), learned) == []
+    [fault] = plan_model_faults(PlanRecord(pp=2), learned)
+    assert (fault.field, fault.remedy) == ("model.position_embedding_type", "use rope, or plan.pp=1")
+
+
+def test_tp_cuts_shared_experts_and_the_dense_layers_that_are_left() -> None:
+    shared = expert_model(moe_shared_expert_intermediate_size=7, ffn_hidden_size=9, padded_vocab_size=258)
+    [fault] = plan_model_faults(PlanRecord(tp=2), shared)
+    assert "moe_shared_expert_intermediate_size=7" in fault.rule
+    first_dense = dataclasses.replace(shared, moe_layer_freq=[0, 1, 1, 1, 1, 1])
+    named = [fault.rule.partition("=")[0] for fault in plan_model_faults(PlanRecord(tp=2), first_dense)]
+    assert [name.rpartition(".")[2] for name in named] == [
+        "ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"moe_router_topk": 9}, "moe_router_topk", "use at most 8"),
+        ({"moe_router_topk": 1}, "moe_router_topk", "use model.moe_router_pre_softmax=true"),
+        ({"moe_layer_freq": [1, 0]}, "moe_layer_freq", "use 6 values, or a whole number"),
+        ({"moe_layer_freq": [0] * 6}, "moe_layer_freq", "use a 1 in it, or model.num_moe_experts=null"),
+        (
+            {"moe_router_enable_expert_bias": True},
+            "moe_router_enable_expert_bias",
+            "use model.moe_router_score_function=sigmoid, or false",
+        ),
+        ({"moe_router_group_topk": 2}, "moe_router_group_topk", "use model.moe_router_num_groups 2, 4 or 8"),
+        (
+            {"moe_router_group_topk": 1, "moe_router_num_groups": 3},
+            "moe_router_num_groups",
+            "use 1, 2, 4 or 8",
+        ),
+        (
+            {"moe_router_group_topk": 1, "moe_router_num_groups": 8},
+            "moe_router_group_topk",
+            "use 2",
+        ),
+        (
+            {"moe_router_group_topk": 5, "moe_router_num_groups": 4, "moe_router_topk": 3},
+            "moe_router_group_topk",
+            "use a number from 2 to 3",
+        ),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type", "use alltoall or allgather"),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            "moe_pad_expert_input_to_capacity",
+            "use model.moe_expert_capacity_factor=1.0, or false",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 4.5},
+            "moe_expert_capacity_factor",
+            "use at most 4 (num_moe_experts / moe_router_topk)",
+        ),
+        ({"add_bias_linear": True}, "add_bias_linear", "use false"),
+    ],
+)
+def test_experts_have_megatrons_conditions(changes: dict[str, object], field: str, remedy: str) -> None:
+    assert model_faults(expert_model()) == []
+    [fault] = model_faults(expert_model(**changes))
+    assert fault.field == f"model.{field}"
+    assert fault.remedy.startswith(remedy)
+    assert model_faults(model(**(changes | {"num_moe_experts": None}))) == [], "of a dense model"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+)
+def test_routing_that_is_accepted_can_be_computed(
+    experts: int, topk: int, groups: int | None, chosen: int | None, sigmoid: bool, pre_softmax: bool
+) -> None:
+    """Each token gets topk experts of Megatron's own routing, whatever the logits."""
+    function = "sigmoid" if sigmoid else "softmax"
+    sizes = expert_model(
+        num_moe_experts=experts,
+        moe_router_topk=topk,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=chosen,
+        moe_router_score_function=function,
+        moe_router_pre_softmax=pre_softmax,
+    )
+    if model_faults(sizes):
+        return
+    import torch
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    _, chosen_experts = topk_routing_with_score_function(
+        torch.randn(16, experts, generator=torch.Generator().manual_seed(experts)),
+        topk,
+        use_pre_softmax=pre_softmax,
+        num_groups=groups,
+        group_topk=chosen,
+        score_function=function,
+    )
+    assert chosen_experts.sum(dim=1).tolist() == [topk] * 16
+
+
+def test_layers_with_experts_are_counted_without_walking_them() -> None:
+    for frequency in (1, 2, 3, [0, 1, 1, 0, 1, 0]):
+        sizes = expert_model(moe_layer_freq=frequency)
+        for start in range(7):
+            for end in range(start, 7):
+                walked = sum(sizes.is_moe_layer(layer) for layer in range(start, end))
+                assert sizes.moe_layers(start, end) == walked
+    assert MODEL.moe_layers(0, 6) == 0
+    assert not MODEL.is_moe_layer(0)
+
+
+def test_latent_attention_turns_its_own_positions_and_has_no_groups() -> None:
+    latent = model(
+        multi_latent_attention=True,
+        position_embedding_type="rope",
+        num_query_groups=8,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_pos_emb_head_dim=8,
+    )
+    assert model_faults(latent) == []
+    assert model_faults(dataclasses.replace(latent, hidden_size=60, kv_channels=7)) == []
+    [fault] = model_faults(dataclasses.replace(latent, position_embedding_type="learned_absolute"))
+    assert (fault.field, fault.remedy) == ("model.position_embedding_type", "use rope")
+    [fault] = model_faults(dataclasses.replace(latent, num_query_groups=4))
+    assert (fault.field, fault.remedy) == ("model.num_query_groups", "use 8, or leave it out")
+    [fault] = model_faults(dataclasses.replace(latent, qk_pos_emb_head_dim=7))
+    assert (fault.field, fault.remedy) == ("model.qk_pos_emb_head_dim", "use 6 or 8")
+    whole = dataclasses.replace(latent, padded_vocab_size=260)
+    assert plan_model_faults(PlanRecord(tp=4), whole) == []
+    odd = dataclasses.replace(whole, q_lora_rank=6, kv_lora_rank=15)
+    rules = [fault.rule for fault in plan_model_faults(PlanRecord(tp=4), odd)]
+    assert rules == [
+        "does not divide model.q_lora_rank=6",
+        "does not divide model.kv_lora_rank + model.qk_pos_emb_head_dim=23",
+    ]
+
+
+def test_predictions_stay_within_a_sequence() -> None:
+    assert model_faults(model(mtp_num_layers=31)) == []
+    [fault] = model_faults(model(mtp_num_layers=32))
+    assert (fault.field, fault.remedy) == ("model.mtp_num_layers", "use at most 31")
+
+
+def test_virtual_stages_are_judged_with_everything_else() -> None:
+    split = PipelineSplit(virtual_pipeline_model_parallel_size=3)
+    plan = PlanRecord(pp=2, microbatches=4)
+    assert all_faults(plan, model=MODEL, split=split) == []
+    assert fields(all_faults(PlanRecord(pp=2, microbatches=3), model=MODEL, split=split)) == [
+        "plan.microbatches"
+    ]
+    assert fields(all_faults(plan, model=model(num_layers=4), split=split)) == [
+        "pipeline.virtual_pipeline_model_parallel_size"
+    ]

@@ -200,15 +200,17 @@ def train_and_look_around(sizes: dict[str, int]) -> dict[str, Any]:
     with session(**sizes) as opened:  # so that everything is imported
         train_update(opened, 0)
     before = shared_callables()
-    table = [vars(_resolve(each.owner)).get(each.name) for each in REDIRECTIONS]
+    # What 0.16 alone needs may be there already in another version.
+    rows = [each for each in REDIRECTIONS if "0.16" not in each.reason]
+    table = [vars(_resolve(each.owner)).get(each.name) for each in rows]
     with session(**sizes) as opened:
         train_update(opened, 0)
         during = shared_callables()
-        within = [vars(_resolve(each.owner)).get(each.name) for each in REDIRECTIONS]
+        within = [vars(_resolve(each.owner)).get(each.name) for each in rows]
     after = shared_callables()
     return {
         "redirected": sum(one is not other for one, other in zip(table, within, strict=True)),
-        "table": len(REDIRECTIONS),
+        "table": len(rows),
         "wrapped": during["distributed", "all_reduce"] is not before["distributed", "all_reduce"],
         "still changed": [key for key in before if after.get(key) is not before[key]],
         "added": [key for key in after if key not in before],

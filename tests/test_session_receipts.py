@@ -60,13 +60,13 @@ def buffers_of_a_trained_session() -> tuple[list[int], int, int]:
     with session(dp_shard=2) as opened:
         train_update(opened, 0)
         sent = [train_update(opened, update).collective_bytes for update in (1, 2)]
-        elements = [buffer.grad_data.numel() for buffer in opened.stage._parallel.buffers]
+        elements = [buffer.grad_data.numel() for buffer in opened.stage._parallel[0].buffers]
     return elements, *sent
 
 
 def test_collective_bytes_of_data_parallelism_are_those_counted_by_hand(run_on) -> None:
     from mixle_megatron.config.schema import dimensions_of
-    from mixle_megatron.memory import total_parameters
+    from mixle_megatron.parameter_count import total_parameters
 
     for elements, *sent in run_on(2, buffers_of_a_trained_session):
         assert total_parameters(dimensions_of(section("gpt2"))) <= sum(elements)

@@ -59,13 +59,17 @@ def test_all_faults_of_plan_model_world_and_optimizer_come_at_once() -> None:
     assert "use 1, 2 or 4" in found["plan.pp"]
 
 
-def test_axes_and_precisions_that_are_not_built_are_unsupported_by_name() -> None:
+def test_precisions_that_are_not_built_are_unsupported_by_name() -> None:
     found = refusal(plan=parallel_plan(cp=1, dp_shard=1), precision="fp8")
     assert found["kind"] == "Unsupported"
-    found = refusal(plan=parallel_plan(cp=2, dp_shard=2, ep=2))
-    assert "not built yet" in found["plan.cp"]
-    assert "not built yet" in found["plan.ep"]
     assert issubclass(Unsupported, NotImplementedError)
+
+
+def test_experts_are_asked_of_models_that_have_some() -> None:
+    found = refusal(plan=parallel_plan(cp=2, dp_shard=2, ep=2, etp=2))
+    assert "has no experts to split" in found["plan.ep"]
+    assert "has no experts to split" in found["plan.etp"]
+    assert "plan.cp" not in found
 
 
 def test_schedule_that_megatron_would_assert_on_is_refused() -> None:

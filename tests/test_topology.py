@@ -73,6 +73,19 @@ def test_groups_are_those_of_megatrons_rank_generator(plan: PlanRecord) -> None:
         assert [list(group) for group in topology.groups(name)] == expert.get_ranks(token), name
 
 
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2), (8, 1), (4, 4), (8, 2), (1, 4)])
+def test_groups_of_sixteen_thousand_ranks_are_megatrons(tp: int, cp: int) -> None:
+    """Plans like that of DeepSeek-V3: pp=16 and ep=64 (arXiv:2412.19437, section 3.2)."""
+    plan = PlanRecord(tp=tp, cp=cp, pp=16, ep=64, dp_shard=16_384 // (16 * tp * cp))
+    topology = Topology(plan)
+    assert topology.world_size == 16_384
+    dense, expert = generators(topology)
+    for name, token in DENSE_TOKENS.items():
+        assert [list(group) for group in topology.groups(name)] == dense.get_ranks(token), name
+    for name, token in EXPERT_TOKENS.items():
+        assert [list(group) for group in topology.groups(name)] == expert.get_ranks(token), name
+
+
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_partial_groups_are_contiguous_parts_of_megatrons_data_parallel_groups(plan: PlanRecord) -> None:

@@ -72,7 +72,8 @@ def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = Tru
         loaded = dist_checkpointing.load(state, path)
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model, plan and optimizer: {error}") from error
-    stage.module.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(stage.chunks):
+        chunk.load_state_dict(loaded["model"][f"chunk{number}"])
     stage.scheduler.num_steps = 0  # Megatron's scheduler adds the steps that it loads to its own
     stage.scheduler.load_state_dict(loaded["scheduler"])
     restore_optimizer(stage, loaded["optimizer"])
@@ -98,10 +99,13 @@ def read_payload(path: str) -> dict[str, Any]:
 
 def sharded_state(stage: Stage) -> dict[str, Any]:
     """Model, optimizer and schedules in Megatron's sharded form."""
-    # The innermost module's state, not its wrappers': its keys are the model's own.
-    model = stage.module.sharded_state_dict(
-        prefix="", metadata={"dp_cp_group": stage.groups.collection.dp_cp}
-    )
+    # The innermost modules' state, not their wrappers': its keys are the model's own, whatever chunk
+    # of whatever stage holds them.
+    metadata = {"dp_cp_group": stage.groups.collection.dp_cp}
+    model = {
+        f"chunk{number}": chunk.sharded_state_dict(prefix="", metadata=metadata)
+        for number, chunk in enumerate(stage.chunks)
+    }
     return {
         "model": model,
         "optimizer": optimizer_sharded_state(stage, model),

@@ -18,11 +18,13 @@ PIPED_WIDTH = 200
 def print_plan(explanation: Mapping[str, Any]) -> None:
     """Print the tables of :func:`mixle_megatron.explain.explain`."""
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
-    console.print(*_grid_lines(explanation["grids"]), sep="\n")
+    has_experts = explanation["memory"]["expert_parameters"] > 0
+    console.print(*_grid_lines(explanation["grids"], has_experts), sep="\n")
     for table in (
         *_rank_tables(explanation["ranks"]),
         _megatron_table(explanation["megatron"]),
         _batch_table(explanation["batch"]),
+        *_stage_tables(explanation["pipeline"]),
         _memory_table(explanation["memory"]),
         _value_table(explanation["values"]),
     ):
@@ -32,15 +34,17 @@ def print_plan(explanation: Mapping[str, Any]) -> None:
         console.print(f"warning: {warning['field']}={warning['value']} {warning['rule']}", markup=False)
 
 
-def _grid_lines(grids: Mapping[str, Any]) -> list[str]:
+def _grid_lines(grids: Mapping[str, Any], has_experts: bool) -> list[str]:
     """Both grids in numbers: Megatron multiplies experts into the ranks that are there, and adds none."""
     lines = [f"{grids['world_size']} ranks"]
     for name in ("dense", "expert"):
         axes, sizes = " · ".join(grids[name]), " · ".join(map(str, grids[name].values()))
         lines.append(f"{name} grid: {axes} = {sizes} = {grids[f'{name}_product']} ranks")
-    instances, shards = grids["num_distributed_optimizer_instances"], grids["optimizer_shards"]
+    instances = grids["num_distributed_optimizer_instances"]
+    shards = grids["optimizer_shards"]
     copies = "copy" if instances == 1 else "copies"
-    lines.append(f"optimizer state: {instances} {copies}, each sharded over {shards} ranks (ZeRO-1)")
+    line = f"optimizer state: {instances} {copies}, each sharded over {shards} ranks (ZeRO-1)"
+    lines.append(f"{line}; that of experts over {grids['expert_optimizer_shards']}" if has_experts else line)
     return lines
 
 
@@ -127,16 +131,41 @@ def _batch_table(batch: Mapping[str, int]) -> Group:
     return _titled(title, table)
 
 
+def _stage_tables(pipeline: Mapping[str, Any]) -> list[Group]:
+    """Which layers each stage holds, where it is not an equal part of them in one chunk."""
+    if pipeline["even"]:
+        return []
+    chunks = range(pipeline["chunks"])
+    names = ["layers"] if len(chunks) == 1 else [f"chunk {chunk}" for chunk in chunks]
+    table = _table(("stage", *names, "prediction layers"), numbers=True)
+    for stage in pipeline["listed"]:
+        table.add_row(
+            str(stage["stage"]), *map(_layers_in_short, stage["chunks"]), str(stage["prediction_layers"])
+        )
+    title = f"Pipeline: {pipeline['stages']} stage(s) of {len(chunks)} chunk(s)"
+    if pipeline["left_out"]:
+        title += f" (the first and last of them; {pipeline['left_out']} left out)"
+    return [_titled(title, table)]
+
+
+def _layers_in_short(layers: Sequence[int]) -> str:
+    """The first and last layer of a chunk, once where they are the same."""
+    return "-".join(map(str, dict.fromkeys(layers))) or "none"
+
+
 def _memory_table(memory: Mapping[str, Any]) -> Group:
-    title = f"Memory of one rank ({memory['parameters']:,} parameters in the model)"
-    columns = ("stage", "layers", "parameters", "weights", "gradients", "fp32 main", "optimizer", "together")
-    table = _table(columns, numbers=True)
+    title = f"Memory of one rank ({memory['parameters']:,} parameters in the model"
+    routed = memory["expert_parameters"]
+    title += f", {routed:,} of them in experts)" if routed else ")"
+    columns = ["stage", "layers", "parameters", *(["of experts"] if routed else [])]
+    table = _table((*columns, "weights", "gradients", "fp32 main", "optimizer", "together"), numbers=True)
     parts = ("parameter", "gradient", "main_parameter", "optimizer_state", "total")
     for stage in memory["stages"]:
         first, last = stage["stage"], stage["stage"] + stage["stages"] - 1
         name = str(first) if first == last else f"{first}-{last}"
+        counts = [stage["parameters"], *([stage["expert_parameters"]] if routed else [])]
         sizes = [_bytes(stage[f"{part}_bytes"]) for part in parts]
-        table.add_row(name, str(stage["layers"]), f"{stage['parameters']:,}", *sizes)
+        table.add_row(name, str(stage["layers"]), *(f"{count:,}" for count in counts), *sizes)
     return _titled(title, table, f"not counted: {memory['not_counted']}")
 
 

@@ -6,17 +6,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mixle_megatron.config.schema import batch_of, decay_steps_of, dimensions_of
+from mixle_megatron.config.schema import batch_of, decay_steps_of, dimensions_of, split_of
 from mixle_megatron.errors import Fault
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import (
     batch_faults,
+    interleaving_faults,
+    is_about_split,
     model_faults,
     plan_faults,
     plan_model_faults,
     precision_faults,
     recompute_faults,
+    resolve_microbatches,
     schedule_faults,
     vocabulary_faults,
     world_faults,
@@ -39,10 +42,12 @@ def rule_faults(sections: Mapping[str, Any], world_size: int | None = None) -> l
         faults += _plan(sections, world_size)
     if there("model"):
         faults += model_faults(dimensions_of(sections["model"]))
-    if there("plan", "model"):
+    if there("plan", "pipeline", "model"):
         faults += _plan_and_model(sections)
     if there("plan", "batch", "model"):
         faults += _batch(sections)
+    if there("plan", "pipeline", "batch", "model") and not any(map(is_about_split, faults)):
+        faults += _interleaving(sections)
     if there("model", "data"):
         faults += vocabulary_faults(sections["model"].vocab_size, sections["data"].tokenizer)
     if there("optimizer", "run"):
@@ -61,14 +66,27 @@ def _plan(sections: Mapping[str, Any], world_size: int | None) -> list[Fault]:
 
 
 def _plan_and_model(sections: Mapping[str, Any]) -> list[Fault]:
-    plan, model = _plan_record(sections["plan"]), sections["model"]
-    layers_per_stage = max(model.num_layers // plan.pp, 1)
-    return plan_model_faults(plan, dimensions_of(model, plan.tp)) + recompute_faults(
+    plan, model, split = _plan_record(sections["plan"]), sections["model"], split_of(sections["pipeline"])
+    faults = plan_model_faults(plan, dimensions_of(model, plan.tp), split)
+    if any(map(is_about_split, faults)):
+        return faults
+    return faults + recompute_faults(
         model.recompute_granularity,
         model.recompute_method,
         model.recompute_num_layers,
-        layers_per_stage=layers_per_stage,
+        layers_per_stage=max(split.most_layers(model.num_layers, plan.pp), 1),
+        mtp_num_layers=model.mtp_num_layers,
     )
+
+
+def _interleaving(sections: Mapping[str, Any]) -> list[Fault]:
+    """Whether the microbatches that come of the batch, where there are any, can be interleaved."""
+    plan, batch = _plan_record(sections["plan"]), batch_of(sections["batch"], sections["model"])
+    microbatches = resolve_microbatches(plan, batch)
+    if microbatches is None:
+        return []
+    sequences = microbatches * batch.micro_batch_size
+    return interleaving_faults(plan, split_of(sections["pipeline"]), microbatches, sequences=sequences)
 
 
 def _batch(sections: Mapping[str, Any]) -> list[Fault]:

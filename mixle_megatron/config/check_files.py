@@ -9,7 +9,7 @@ from typing import Any
 
 from mixle_megatron.config.check import located
 from mixle_megatron.config.here import here_faults
-from mixle_megatron.config.load import check_config, load_config
+from mixle_megatron.config.load import check_config, load_config, warnings_of
 from mixle_megatron.errors import Fault, Refused
 
 
@@ -19,7 +19,8 @@ class Checked:
 
     Attributes:
         faults: everything that is wrong with it.
-        warnings: what only this host can tell, where that was not to be judged.
+        warnings: what it states to no effect, and what only this host can tell, where that was not
+            to be judged.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -67,7 +68,7 @@ def _checked(path: str, overrides: Sequence[str], here: bool) -> Checked:
     except Refused as refused:
         return Checked(refused.faults)
     faults = check_config(loaded, _launched_ranks() if here else None, here)
-    warnings = [] if here else located(here_faults(loaded.config), loaded.sources)
+    warnings = warnings_of(loaded) + ([] if here else located(here_faults(loaded.config), loaded.sources))
     return Checked(tuple(faults), tuple(warnings))
 
 

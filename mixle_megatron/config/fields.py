@@ -48,6 +48,20 @@ def _word_none(value: Any) -> Any:
     return "none" if value is None else value
 
 
+def _word_null(value: Any) -> Any:
+    """The word ``none`` where Megatron's own value is null."""
+    return None if value == "none" else value
+
+
+def _layer_frequency(value: Any) -> Any:
+    """Pass a count, or a list with a 0 or a 1 for each layer."""
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_SIZE:
+        return value
+    if isinstance(value, list) and value and all(type(each) is int and each in (0, 1) for each in value):
+        return value
+    raise PydanticCustomError("layer_frequency", "must be a whole number from 1, or a list of 0 and 1")
+
+
 _AUTO_OR_COUNT_SCHEMA = {"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
@@ -62,8 +76,16 @@ AutoOrBool = Annotated[
     BeforeValidator(_auto_or_bool),
     WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "boolean"}]}),
 ]
+LayerFrequency = Annotated[
+    int | list[int],
+    BeforeValidator(_layer_frequency),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "array", "items": {"enum": [0, 1]}}]}
+    ),
+]
 OffWord = BeforeValidator(_word_off)
 NoneWord = BeforeValidator(_word_none)
+NullWord = BeforeValidator(_word_null)
 
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 Text = Annotated[str, Field(min_length=1)]

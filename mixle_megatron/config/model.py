@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mixle_megatron.config.experts import ExpertFields
 from mixle_megatron.config.fields import Count, Fraction, NoneWord, Number, Positive, Section
+from mixle_megatron.config.latent_attention import LatentAttentionFields, TokenPredictionFields
 
 
-class ModelSection(Section):
-    """A GPT: decoder-only transformer with a language-model head."""
+class TransformerFields(Section):
+    """Sizes, norms and feed-forward layers of a dense transformer."""
 
     family: Literal["gpt"] = Field(default="gpt", description="Model family: gpt is Megatron's GPTModel.")
     num_layers: Count = Field(description="Transformer layers.")
@@ -71,3 +73,10 @@ class ModelSection(Section):
     recompute_num_layers: Count | None = Field(
         default=None, description="Layers of each recomputed unit (uniform), or recomputed per stage (block)."
     )
+
+
+class ModelSection(TokenPredictionFields, LatentAttentionFields, ExpertFields, TransformerFields):
+    """A GPT: decoder-only transformer with a language-model head.
+
+    One flat section: its keys are those of its bases, the last one's first.
+    """

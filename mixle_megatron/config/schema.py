@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Literal
 
 from pydantic import Field
@@ -16,12 +17,19 @@ from mixle_megatron.config.sections import (
     EvaluationSection,
     HostSection,
     LoggingSection,
+    PipelineSection,
     PlanSection,
     RunSection,
 )
+from mixle_megatron.pipeline_split import PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules.batch import resolve_microbatches
-from mixle_megatron.rules.dimensions import BatchDimensions, ModelDimensions
+from mixle_megatron.rules.dimensions import (
+    BatchDimensions,
+    ExpertDimensions,
+    LatentAttentionDimensions,
+    ModelDimensions,
+)
 from mixle_megatron.rules.dimensions import padded_vocab_size as padded
 
 Precision = Literal[
@@ -45,6 +53,9 @@ class Config(Section):
     run: RunSection = Field(description="What the run is called, where it writes, how long it is.")
     plan: PlanSection = Field(
         default_factory=PlanSection, description="How many ranks the work is split over."
+    )
+    pipeline: PipelineSection = Field(
+        default_factory=PipelineSection, description="Which layers each pipeline stage holds."
     )
     model: ModelSection = Field(description="The model, by Megatron's names.")
     precision: Precision = Field(
@@ -78,6 +89,16 @@ def effective_plan(config: Config) -> PlanRecord:
     return PlanRecord.from_mapping(stated | {"microbatches": microbatches})
 
 
+def pipeline_split(config: Config) -> PipelineSplit:
+    """Which layers each stage holds."""
+    return split_of(config.pipeline)
+
+
+def split_of(pipeline: PipelineSection) -> PipelineSplit:
+    """The same, from the section that states it."""
+    return PipelineSplit(**pipeline.model_dump())
+
+
 def batch_dimensions(config: Config) -> BatchDimensions:
     """The batch of one update, for the rules."""
     return batch_of(config.batch, config.model)
@@ -92,6 +113,15 @@ def padded_vocab_size(config: Config) -> int:
     """Rows of the embedding, padding included."""
     model = config.model
     return padded(model.vocab_size, config.plan.tp, model.make_vocab_size_divisible_by)
+
+
+_AS_STATED = tuple(
+    field.name
+    for part in (ExpertDimensions, LatentAttentionDimensions)
+    for field in fields(part)
+    if field.name != "moe_ffn_hidden_size"
+)
+"""Sizes of experts and of latent attention that a config states as they are."""
 
 
 def model_dimensions(config: Config) -> ModelDimensions:
@@ -120,7 +150,17 @@ def dimensions_of(model: ModelSection, tp: int = 1) -> ModelDimensions:
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        **{name: getattr(model, name) for name in _AS_STATED},
+        moe_ffn_hidden_size=_expert_width(model),
+        mtp_num_layers=model.mtp_num_layers,
     )
+
+
+def _expert_width(model: ModelSection) -> int | None:
+    """Width of each expert; of a dense model only what it states."""
+    if model.moe_ffn_hidden_size is not None or model.num_moe_experts is None:
+        return model.moe_ffn_hidden_size
+    return model.ffn_hidden_size or 4 * model.hidden_size
 
 
 def decay_steps(config: Config) -> int:
@@ -139,7 +179,10 @@ def effective_config(config: Config) -> Config:
     ``plan.microbatches`` stays as stated: ``auto`` lets the same file be run under another plan.
     """
     sizes = model_dimensions(config)
-    names = ("num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings")
+    names = (
+        *("num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings"),
+        "moe_ffn_hidden_size",
+    )
     optimizer = config.optimizer
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     schedule = {

@@ -111,6 +111,7 @@ def _resembling(key: str) -> list[str]:
     parent, _, leaf = key.rpartition(".")
     siblings = SECTIONS[parent].model_fields if parent in SECTIONS else Config.model_fields
     beside = get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    beside = beside or [name for name in siblings if len(leaf) > 3 and leaf in name][:1]
     start = f"{parent}." if parent in SECTIONS else ""
     elsewhere = [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     return [start + name for name in beside] or elsewhere[:1]

@@ -55,6 +55,25 @@ class PlanSection(Section):
     gradient_accumulation_steps: Count = Field(default=1, description="Schedule calls of one update.")
 
 
+class PipelineSection(Section):
+    """Which layers each pipeline stage holds, by the names of Megatron's TransformerConfig."""
+
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="Chunks of layers on each stage (interleaved schedule); null: one."
+    )
+    num_layers_in_first_pipeline_stage: Count | None = Field(
+        default=None, description="Layers of the first stage, the rest shared out; null: as many as others."
+    )
+    num_layers_in_last_pipeline_stage: Count | None = Field(
+        default=None, description="Layers of the last stage, the rest shared out; null: as many as others."
+    )
+    pipeline_model_parallel_layout: Text | None = Field(
+        default=None,
+        description="Every chunk's layers, such as Ett|tt|tt|ttL: E embedding, t layer, m prediction layer, "
+        "L loss, | ends a chunk.",
+    )
+
+
 class BatchSection(Section):
     """The batch of one optimizer update; it belongs to the experiment, not to the plan."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mixle_megatron.host import stand_ins
+from mixle_megatron.host import stand_ins, unequal_parts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Redirection:
 
     Attributes:
         owner: dotted name of the module or class that holds the attribute.
-        name: the attribute.
+        name: the attribute; None is given to ``make`` where a version of Megatron does not have it.
         reason: why Megatron-Core does not run on a CPU without it.
         make: from the original attribute to the stand-in.
     """
@@ -100,6 +100,50 @@ REDIRECTIONS: tuple[Redirection, ...] = (
         )
         for name in _FACTORIES
         if hasattr(torch, name)
+    ),
+    *(
+        Redirection(
+            owner,
+            name,
+            "Megatron compiles it by torch.compile, which needs a C++ compiler on a CPU and refuses "
+            "to trace the stand-ins",
+            stand_ins.not_compiled,
+        )
+        for owner, name in (
+            ("megatron.core.activations", "squared_relu"),
+            ("megatron.core.activations", "quick_gelu"),
+            ("megatron.core.transformer.moe.router.TopKRouter", "_apply_expert_bias"),
+        )
+    ),
+    Redirection(
+        "megatron.core.transformer.multi_latent_attention",
+        "TELinear",
+        "0.16 asks whether a layer is an instance of it, and without Transformer Engine it is no class",
+        stand_ins.class_or_nothing_of_it,
+    ),
+    Redirection(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        "the router of 0.16 asks whether it is None, and without Transformer Engine there is no such name",
+        stand_ins.unchanged,
+    ),
+    Redirection(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        "split sizes that are on the CPU already stay tensors, where the collectives take numbers",
+        stand_ins.numbers_on_cpu,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "tokens of experts are gathered in unequal parts, and gloo's all_gather takes equal ones",
+        unequal_parts.gather_unequal,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.mappings",
+        "_reduce_scatter_along_first_dim",
+        "likewise gloo's reduce_scatter",
+        unequal_parts.reduce_scatter_unequal,
     ),
     Redirection(
         "torch.Tensor", "to", "tensors are moved to torch.cuda.current_device()", stand_ins.to_on_cpu

@@ -28,11 +28,12 @@ def _resolve(dotted: str) -> Any:
 
 
 def _install() -> None:
-    for redirection in REDIRECTIONS:
-        owner = _resolve(redirection.owner)
+    # All owners first: importing one may compile functions, which torch cannot do among stand-ins.
+    owners = [_resolve(redirection.owner) for redirection in REDIRECTIONS]
+    for owner, redirection in zip(owners, REDIRECTIONS, strict=True):
         # vars() and not getattr(): a class's inherited attribute must be deleted again, not set.
         own = vars(owner).get(redirection.name, _INHERITED)
-        stand_in = redirection.make(getattr(owner, redirection.name))
+        stand_in = redirection.make(getattr(owner, redirection.name, None))
         setattr(owner, redirection.name, stand_in)
         _replaced.append((owner, redirection.name, own))
 

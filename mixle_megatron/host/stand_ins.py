@@ -168,3 +168,34 @@ def type_named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
 
     return type_name
+
+
+def numbers_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``maybe_move_tensor_to_cpu`` that makes numpy of a tensor which is on the CPU already too."""
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy()
+        return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    return move
+
+
+def not_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch.compile was given."""
+    return getattr(original, "_torchdynamo_orig_callable", original)
+
+
+class MissingLayer:
+    """A layer of Transformer Engine where there is none: nothing is an instance of it."""
+
+
+def class_or_nothing_of_it(original: Any) -> type:
+    """The class, or one without instances in place of what is none."""
+    return original if isinstance(original, type) else MissingLayer
+
+
+def unchanged(original: Any) -> Any:
+    """What is there, or None under a name that was not."""
+    return original

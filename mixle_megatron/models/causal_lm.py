@@ -17,8 +17,8 @@ from mixle_megatron.models.gpt import GPT, build_gpt_stage
 from mixle_megatron.models.initialisation import shard
 from mixle_megatron.models.naming import logical_name
 from mixle_megatron.models.placement import PlacedParameter
+from mixle_megatron.models.provider import SessionTerms
 from mixle_megatron.models.whole_parameters import whole_parameters
-from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.stage import Stage
@@ -42,7 +42,7 @@ class WrappedCausalLM:
         """The model's sizes, its vocabulary padded for ``tp``."""
         return dimensions_of(self._section(), tp)
 
-    def faults(self, plan: PlanRecord) -> list[Fault]:
+    def faults(self, terms: SessionTerms) -> list[Fault]:
         """What Megatron cannot represent of the module."""
         scales = {bool(block.attn.mup_attention) for block in self.module.blocks}
         faults = []

@@ -9,22 +9,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 
+from mixle_megatron.config.experts import ExpertFields
+from mixle_megatron.config.latent_attention import LatentAttentionFields, TokenPredictionFields
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
 from mixle_megatron.errors import Fault
-from mixle_megatron.layers.attention import TorchAttention
-from mixle_megatron.layers.norm import TorchNorm
+from mixle_megatron.models.decoder_spec import decoder_spec, prediction_spec
+from mixle_megatron.models.experts import mark_experts
 from mixle_megatron.models.initialisation import Initialisation, initialise
 from mixle_megatron.models.placement import PlacedParameter
+from mixle_megatron.models.provider import SessionTerms
 from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
-from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules import recompute_faults
 from mixle_megatron.rules.dimensions import ModelDimensions
@@ -79,14 +75,15 @@ class GPT:
         """The model's sizes, its vocabulary padded for ``tp``."""
         return dimensions_of(self.model, tp)
 
-    def faults(self, plan: PlanRecord) -> list[Fault]:
-        """What is wrong with its activation recomputation under ``plan``."""
+    def faults(self, terms: SessionTerms) -> list[Fault]:
+        """What is wrong with its activation recomputation under the plan."""
         model = self.model
         return recompute_faults(
             model.recompute_granularity,
             model.recompute_method,
             model.recompute_num_layers,
-            layers_per_stage=model.num_layers // plan.pp,
+            layers_per_stage=max(terms.split.most_layers(model.num_layers, terms.plan.pp), 1),
+            mtp_num_layers=model.mtp_num_layers,
         )
 
     def transformer_fields(self) -> Mapping[str, Any]:
@@ -98,7 +95,25 @@ class GPT:
         for name in ("recompute_granularity", "recompute_method"):
             value = getattr(self.model, name)
             fields[name] = None if value == "none" else value
-        return fields
+        return fields | self._expert_fields() | self._latent_attention_fields() | self._prediction_fields()
+
+    def _expert_fields(self) -> dict[str, Any]:
+        if self.model.num_moe_experts is None:
+            return {}
+        stated = {name: getattr(self.model, name) for name in ExpertFields.model_fields}
+        return stated | {"moe_ffn_hidden_size": self.dimensions(1).expert_width}
+
+    def _latent_attention_fields(self) -> dict[str, Any]:
+        if not self.model.multi_latent_attention:
+            return {}
+        stated = {name: getattr(self.model, name) for name in LatentAttentionFields.model_fields}
+        rotary = {name: getattr(self.model, name) for name in ("rotary_base", "rotary_percent")}
+        return stated | rotary | {"rope_type": "rope"}
+
+    def _prediction_fields(self) -> dict[str, Any]:
+        if self.model.mtp_num_layers is None:
+            return {}
+        return {name: getattr(self.model, name) for name in TokenPredictionFields.model_fields}
 
     def build_stage(self, config: Any, groups: MegatronGroups, host: Host) -> torch.nn.Module:
         """This rank's stage of a Megatron GPTModel, initialised from the seed."""
@@ -124,9 +139,11 @@ def build_gpt_stage(
     config: Any, model: ModelSection, sizes: ModelDimensions, groups: MegatronGroups, host: Host
 ) -> GPTModel:
     """A stage of Megatron's GPTModel with a vocabulary whose padding has no effect, not initialised."""
+    decoder = decoder_spec(config, groups, host)
     stage = GPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, groups, host),
+        transformer_layer_spec=decoder,
+        mtp_block_spec=prediction_spec(config, decoder, groups, host),
         vocab_size=sizes.padded_vocab_size,
         max_sequence_length=sizes.max_position_embeddings,
         pre_process=groups.is_first_stage,
@@ -137,29 +154,8 @@ def build_gpt_stage(
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         pg_collection=groups.collection,
+        vp_stage=groups.virtual_stage,
     )
     exclude_padding_from_softmax(stage, sizes.vocab_size, groups)
+    mark_experts(stage)
     return stage
-
-
-def decoder_spec(config: Any, groups: MegatronGroups, host: Host) -> Any:
-    """The layers of this stage: Transformer Engine's on a host that has it, torch's otherwise."""
-    if host.transformer_engine:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layers = get_num_layers_to_build(config, pp_rank=groups.collection.pp.rank())
-    return TransformerBlockSubmodules(layer_specs=[torch_layer_spec(config)] * layers, layer_norm=TorchNorm)
-
-
-def torch_layer_spec(config: Any) -> ModuleSpec:
-    """Megatron's local layer with our norms and attention in place of its own."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = TorchNorm
-    layer.pre_mlp_layernorm = TorchNorm
-    attention.core_attention = TorchAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = TorchNorm
-        attention.k_layernorm = TorchNorm
-    return spec

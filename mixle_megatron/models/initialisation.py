@@ -84,7 +84,7 @@ def whole_shape(
     """Shape of the whole parameter that this rank holds a tensor-parallel shard of."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= groups.collection.tp.size()
+        shape[parameter.partition_dim] *= groups.cuts(parameter).size()
     if vocabulary_rows is not None:
         shape[0] = vocabulary_rows
     return tuple(shape)
@@ -99,5 +99,5 @@ def shard(whole: torch.Tensor, parameter: torch.Tensor, groups: MegatronGroups) 
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride
-    size, rank = groups.collection.tp.size(), groups.collection.tp.rank()
+    size, rank = groups.cuts(parameter).size(), groups.cuts(parameter).rank()
     return torch.cat([part.chunk(size, dim)[rank] for part in whole.chunk(stride, dim)], dim)

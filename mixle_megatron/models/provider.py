@@ -3,56 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from mixle_megatron.errors import Fault
 from mixle_megatron.models.placement import PlacedParameter
+from mixle_megatron.pipeline_split import PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.translate import Host
 
 
+@dataclass(frozen=True)
+class SessionTerms:
+    """What ``prepare`` was asked for, besides the model.
+
+    Attributes:
+        plan: the plan; it may itself be refused for other reasons, and need not be a grid.
+        precision: what the forward and backward passes compute in.
+        device: where the parameters will be.
+        split: which layers each pipeline stage holds.
+    """
+
+    plan: PlanRecord
+    precision: str
+    device: torch.device
+    split: PipelineSplit
+
+
 @runtime_checkable
 class ModelProvider(Protocol):
     """A model that does not exist yet: its sizes, Megatron's fields of it, and how to build a stage.
 
-    ``prepare`` checks ``dimensions`` and ``faults`` against the plan, makes a TransformerConfig of
-    ``transformer_fields`` and the plan, starts the process groups, and only then calls
-    ``build_stage``, once on each rank.
+    ``prepare`` calls the methods in the order in which they stand here. What the first two find is
+    refused before a process group exists; ``docs/providers.md`` says more, with an example.
     """
 
     def dimensions(self, tp: int) -> ModelDimensions:
-        """The model's sizes, its vocabulary padded for ``tp``."""
+        """The model's sizes, its vocabulary padded for ``tp``.
+
+        Asked before anything is started, by the rules that judge the plan, and again by the session,
+        which refuses token ids and sequences beyond them.
+        """
         ...
 
-    def faults(self, plan: PlanRecord) -> list[Fault]:
-        """What is wrong with the model under ``plan`` beyond its sizes."""
+    def faults(self, terms: SessionTerms) -> list[Fault]:
+        """What is wrong with the model under these terms beyond its sizes; the same on every rank."""
         ...
 
     def transformer_fields(self) -> Mapping[str, Any]:
-        """Fields of Megatron's TransformerConfig that describe the model itself."""
+        """Fields of Megatron's TransformerConfig that describe the model itself.
+
+        Those of the plan, the precision and the host are added to them and come first, the
+        initialisation among them: ``init_method`` and its like do nothing. ``activation_func`` may
+        be a name.
+        """
         ...
 
     def build_stage(self, config: Any, groups: MegatronGroups, host: Host) -> torch.nn.Module:
         """This rank's stage, initialised, with its parameters on ``host.device``.
 
-        The module has Megatron's ``set_input_tensor`` and ``sharded_state_dict``; called with
-        ``(input_ids, position_ids, attention_mask, labels=...)`` its last stage gives the loss of
-        each token, ``[batch, sequence]``, and every other stage its hidden states.
+        Called once on each rank; under virtual pipeline stages once for each chunk of its layers,
+        which ``groups`` then stands for.
+
+        Args:
+            config: Megatron's TransformerConfig; its ``params_dtype`` is that of the parameters.
+            groups: the process groups, and whether this is the first or the last stage.
+            host: the device, and whether Transformer Engine is there.
+
+        Returns:
+            A module with Megatron's ``set_input_tensor`` and ``sharded_state_dict``. Called with
+            ``(input_ids, position_ids, attention_mask, labels=...)``, ids int64 ``[batch, sequence]``
+            and the mask None, its last stage gives each token's loss ``[batch, sequence]``, and
+            every other stage its hidden states ``[sequence, batch, hidden]``.
         """
         ...
 
     def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """A parameter of the stage as the caller's module has it; the same where that is the stage."""
+        """A parameter of the stage as the caller's module has it; the same where that is the stage.
+
+        Asked for each parameter of the whole model when the session opens, for its layouts.
+        """
         ...
 
     def give_back(self, stage: Any) -> torch.nn.Module:
-        """The module that the caller has after a session: the trained one. Collective."""
+        """The module that the caller has after a session: the trained one.
+
+        Called by ``close`` on every rank at once, so that it may be collective.
+        """
         ...
 
     def untouched(self, stage: Any) -> torch.nn.Module:
-        """The module that the caller has after a session that failed, without any collective."""
+        """The module that the caller has after a session that failed, without any collective.
+
+        Other ranks may be gone. It is the caller's own module as it was at ``prepare``, or the stage
+        where there is no other.
+        """
         ...

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from mixle_megatron.models.initialisation import whole_shape
-from mixle_megatron.models.naming import logical_name
 from mixle_megatron.optimizer_shards import gathered_value
 from mixle_megatron.stage import Stage
 
@@ -20,7 +19,7 @@ def whole_parameters(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     Every rank has to take all of them: each is put together from the optimizer's shards, gathered
     over tp, and sent along the pipeline by the first stage that holds it.
     """
-    own = {logical_name(stage.module, name): p for name, p in stage.module.named_parameters()}
+    own = dict(stage.named_parameters())
     pipeline = stage.groups.collection.pp
     described = {name: whole_shape(parameter, stage.groups) for name, parameter in own.items()}
     holders: list[Any] = [None] * pipeline.size()
@@ -43,7 +42,7 @@ def whole_parameters(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
 def _over_tensor_ranks(parameter: torch.Tensor, stage: Stage) -> torch.Tensor:
     """The whole of a parameter whose shards this stage's tensor-parallel ranks hold."""
     own = gathered_value(stage.optimizer, parameter)
-    tensor = stage.groups.collection.tp
+    tensor = stage.groups.cuts(parameter)
     if not getattr(parameter, "tensor_model_parallel", False) or tensor.size() == 1:
         return own
     parts = [torch.empty_like(own) for _ in range(tensor.size())]

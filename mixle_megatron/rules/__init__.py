@@ -8,15 +8,12 @@ carry in front of the dot are the caller's (``prefix``).
 from __future__ import annotations
 
 from mixle_megatron.errors import Fault
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules.batch import batch_faults, resolve_microbatches
 from mixle_megatron.rules.dimensions import BatchDimensions, ModelDimensions, padded_vocab_size
-from mixle_megatron.rules.model import (
-    model_faults,
-    plan_model_faults,
-    recompute_faults,
-    vocabulary_faults,
-)
+from mixle_megatron.rules.model import model_faults, plan_model_faults, vocabulary_faults
+from mixle_megatron.rules.pipeline import interleaving_faults, is_about_split, recompute_faults
 from mixle_megatron.rules.plan import (
     AXES_NOT_EXECUTED,
     axis_faults,
@@ -45,6 +42,8 @@ __all__ = [
     "axis_faults",
     "batch_faults",
     "grid_faults",
+    "interleaving_faults",
+    "is_about_split",
     "is_unsupported",
     "model_faults",
     "padded_vocab_size",
@@ -68,6 +67,7 @@ def all_faults(
     batch: BatchDimensions | None = None,
     precision: str | None = None,
     world_size: int | None = None,
+    split: PipelineSplit = EVEN,
 ) -> list[Fault]:
     """Everything that is wrong with what is given together; what is None is not judged.
 
@@ -80,7 +80,9 @@ def all_faults(
     if model is not None:
         faults += model_faults(model)
     if sound and model is not None:
-        faults += plan_model_faults(plan, model)
+        faults += plan_model_faults(plan, model, split)
     if sound and batch is not None:
         faults += batch_faults(plan, batch, plan.microbatches)
+    if sound and not any(map(is_about_split, faults)):
+        faults += interleaving_faults(plan, split, plan.microbatches)
     return faults + ([] if precision is None else precision_faults(precision))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 from mixle_megatron.errors import Fault
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules.dimensions import ModelDimensions
+from mixle_megatron.rules.experts import expert_faults, plan_expert_faults
+from mixle_megatron.rules.latent_attention import latent_attention_cuts, latent_attention_faults
 from mixle_megatron.rules.nearest import divisors, listed, multiples_around, nearest, use
+from mixle_megatron.rules.pipeline import pipeline_faults
+from mixle_megatron.rules.sequence import sequence_multiple
+from mixle_megatron.rules.verdict import NOT_EXECUTED
 
 TOKENIZER_IDS = {"byte": 257}
 """Token ids of each tokenizer. byte: ids 0-255 are the bytes, 256 ends a document."""
@@ -20,10 +27,13 @@ def model_faults(model: ModelDimensions, *, prefix: str = "model") -> list[Fault
         model: the sizes, with defaults resolved.
         prefix: what the fields are called after, in front of the dot.
     """
+    attention = latent_attention_faults if model.multi_latent_attention else _head_faults
     return [
-        *_head_faults(model, prefix),
+        *attention(model, prefix),
         *_rotary_faults(model, prefix),
         *_position_faults(model, prefix),
+        *expert_faults(model, prefix=prefix),
+        *_prediction_faults(model, prefix),
     ]
 
 
@@ -52,21 +62,22 @@ def _near(number: int, target: int) -> str:
 
 def _rotary_faults(model: ModelDimensions, prefix: str) -> list[Fault]:
     """Rotary positions turn channels in pairs (Megatron's RotaryEmbedding)."""
-    if model.position_embedding_type != "rope" or model.kv_channels < 1:
+    name = "qk_pos_emb_head_dim" if model.multi_latent_attention else "kv_channels"
+    channels = getattr(model, name)
+    if model.position_embedding_type != "rope" or channels < 1:
         return []
-    turned = int(model.kv_channels * model.rotary_percent)
+    turned = int(channels * model.rotary_percent)
     if turned >= 2 and turned % 2 == 0:
         return []
     percent = f"{prefix}.rotary_percent={model.rotary_percent:g}"
     rule = f"with {percent} turns {turned} channels of each head, which is not an even number from 2"
-    near = range(max(model.kv_channels - 64, 1), model.kv_channels + 64)
+    near = range(max(channels - 64, 1), channels + 64)
     sizes = [size for size in near if _turns_pairs(size, model.rotary_percent)]
-    remedy = use(nearest(sizes, model.kv_channels, most=2), model.kv_channels)
-    return [Fault(f"{prefix}.kv_channels", model.kv_channels, rule, remedy)]
+    return [Fault(f"{prefix}.{name}", channels, rule, use(nearest(sizes, channels, most=2), channels))]
 
 
-def _turns_pairs(kv_channels: int, rotary_percent: float) -> bool:
-    turned = int(kv_channels * rotary_percent)
+def _turns_pairs(channels: int, rotary_percent: float) -> bool:
+    turned = int(channels * rotary_percent)
     return turned >= 2 and turned % 2 == 0
 
 
@@ -78,6 +89,33 @@ def _position_faults(model: ModelDimensions, prefix: str) -> list[Fault]:
         f"use at most {model.max_position_embeddings}, or {prefix}.max_position_embeddings={model.seq_length}"
     )
     return [Fault(f"{prefix}.seq_length", model.seq_length, rule, remedy)]
+
+
+def _prediction_faults(model: ModelDimensions, prefix: str) -> list[Fault]:
+    """Every prediction layer has a token to predict."""
+    layers = model.mtp_num_layers
+    if layers is None or layers < model.seq_length:
+        return []
+    rule = f"predicts beyond the {prefix}.seq_length={model.seq_length} tokens of a sequence"
+    remedy = f"use at most {model.seq_length - 1}" if model.seq_length > 1 else "leave it out"
+    return [Fault(f"{prefix}.mtp_num_layers", layers, rule, remedy)]
+
+
+def _prediction_plan_faults(
+    plan: PlanRecord, model: ModelDimensions, plan_prefix: str, model_prefix: str
+) -> list[Fault]:
+    """Plans under which Megatron would train predictions of further tokens otherwise than one rank does."""
+    if model.mtp_num_layers is None:
+        return []
+    faults, stated = [], f"{model_prefix}.mtp_num_layers={model.mtp_num_layers}"
+    if plan.cp > 1:
+        rule = NOT_EXECUTED + f"with {stated} each of its ranks would weight their loss by its own tokens"
+        faults.append(Fault(f"{plan_prefix}.cp", plan.cp, rule, "use 1"))
+    if plan.pp > 1 and model.position_embedding_type == "learned_absolute":
+        rule = f"has a copy on another stage with {stated}, which nothing keeps the same"
+        field = f"{model_prefix}.position_embedding_type"
+        faults.append(Fault(field, "learned_absolute", rule, f"use rope, or {plan_prefix}.pp=1"))
+    return faults
 
 
 def vocabulary_faults(vocab_size: int, tokenizer: str, *, prefix: str = "model") -> list[Fault]:
@@ -92,36 +130,78 @@ def vocabulary_faults(vocab_size: int, tokenizer: str, *, prefix: str = "model")
 def plan_model_faults(
     plan: PlanRecord,
     model: ModelDimensions,
+    split: PipelineSplit = EVEN,
     *,
     plan_prefix: str = "plan",
     model_prefix: str = "model",
+    pipeline_prefix: str = "pipeline",
 ) -> list[Fault]:
-    """Whether the plan's tp and pp can cut the model."""
+    """Whether the plan's axes can cut the model.
+
+    Args:
+        plan: the plan.
+        model: the model's sizes, with defaults resolved.
+        split: which layers each pipeline stage holds.
+        plan_prefix: what the plan's fields are called after.
+        model_prefix: what the model's fields are called after.
+        pipeline_prefix: what the split's fields are called after.
+    """
+    prefixes = {"plan_prefix": plan_prefix, "model_prefix": model_prefix}
     return [
         *_tensor_faults(plan, model, plan_prefix, model_prefix),
+        *_context_faults(plan, model, plan_prefix, model_prefix),
         *_vocabulary_shard_faults(plan, model, plan_prefix, model_prefix),
-        *_pipeline_faults(plan, model, plan_prefix, model_prefix),
+        *plan_expert_faults(plan, model, **prefixes),
+        *_prediction_plan_faults(plan, model, plan_prefix, model_prefix),
+        *pipeline_faults(plan, model, split, **prefixes, prefix=pipeline_prefix),
     ]
+
+
+def _tensor_cuts(model: ModelDimensions) -> dict[str, int]:
+    """What tp cuts, by name: heads and widths, and with sequence parallelism the sequence too.
+
+    Megatron also copies key-value heads where tp is a multiple of their number; that is refused
+    here, as those copies would be one parameter on several ranks.
+    """
+    names = ["num_attention_heads", "num_query_groups", "seq_length"]
+    if model.moe_layers(0, model.num_layers) < model.num_layers:
+        names.insert(2, "ffn_hidden_size")
+    if model.num_moe_experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        names.append("moe_shared_expert_intermediate_size")
+    return {name: getattr(model, name) for name in names} | latent_attention_cuts(model)
 
 
 def _tensor_faults(
     plan: PlanRecord, model: ModelDimensions, plan_prefix: str, model_prefix: str
 ) -> list[Fault]:
-    """tp cuts heads, key-value heads and the feed-forward layer; with sequence parallelism the sequence too.
-
-    Megatron also copies key-value heads where tp is a multiple of their number; that is refused
-    here, as those copies would be one parameter on several ranks.
-    """
-    cut = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
-    remedy = use(divisors(gcd(*(getattr(model, name) for name in cut))), plan.tp)
+    """Whether tp divides everything that it cuts; with cp the sequence is judged by it."""
+    cuts = _tensor_cuts(model)
+    remedy = use(divisors(gcd(*cuts.values())), plan.tp)
     faults = []
-    for name in cut:
-        size = getattr(model, name)
-        if size % plan.tp:
+    for name, size in cuts.items():
+        if size % plan.tp and not (name == "seq_length" and plan.cp > 1):
             reason = ", which sequence parallelism splits" if name == "seq_length" else ""
-            rule = f"does not divide {model_prefix}.{name}={size}{reason}"
+            sized = " + ".join(f"{model_prefix}.{part}" for part in name.split(" + "))
+            rule = f"does not divide {sized}={size}{reason}"
             faults.append(Fault(f"{plan_prefix}.tp", plan.tp, rule, remedy))
     return faults
+
+
+def _context_faults(
+    plan: PlanRecord, model: ModelDimensions, plan_prefix: str, model_prefix: str
+) -> list[Fault]:
+    """cp splits each sequence into 2 · cp chunks, of which each rank has two, and tp splits those."""
+    multiple, length = sequence_multiple(plan), model.seq_length
+    if plan.cp == 1 or length % multiple == 0:
+        return []
+    parts = f"2 · cp = {2 * plan.cp}"
+    if plan.tp > 1:
+        parts += f" and cp · {plan_prefix}.tp = {plan.cp * plan.tp}"
+    rule = f"splits {model_prefix}.seq_length={length}, which is no multiple of {parts}"
+    working = [cp for cp in divisors(length) if length % sequence_multiple(replace(plan, cp=cp)) == 0]
+    choices = [use(working, plan.cp)] if working else []
+    choices.append(f"{model_prefix}.seq_length {listed(multiples_around(length, multiple))}")
+    return [Fault(f"{plan_prefix}.cp", plan.cp, rule, " or ".join(choices))]
 
 
 def _vocabulary_shard_faults(
@@ -142,47 +222,4 @@ def _vocabulary_shard_faults(
         ]
         remedy = use(sizes, model.padded_vocab_size)
         faults.append(Fault(f"{model_prefix}.padded_vocab_size", model.padded_vocab_size, rule, remedy))
-    return faults
-
-
-def _pipeline_faults(
-    plan: PlanRecord, model: ModelDimensions, plan_prefix: str, model_prefix: str
-) -> list[Fault]:
-    """Every stage holds the same number of layers, at least one."""
-    if model.num_layers % plan.pp == 0:
-        return []
-    rule = f"does not divide {model_prefix}.num_layers={model.num_layers}"
-    return [Fault(f"{plan_prefix}.pp", plan.pp, rule, use(divisors(model.num_layers), plan.pp))]
-
-
-def recompute_faults(
-    granularity: str,
-    method: str,
-    num_layers: int | None,
-    *,
-    layers_per_stage: int,
-    prefix: str = "model",
-) -> list[Fault]:
-    """Megatron's conditions on activation recomputation (``TransformerConfig.__post_init__``).
-
-    Args:
-        granularity: ``none``, ``selective`` (core attention) or ``full`` (whole layers).
-        method: ``none``, ``uniform`` or ``block``.
-        num_layers: layers of a unit or of a stage; None where not stated.
-        layers_per_stage: layers of one pipeline stage.
-        prefix: what the fields are called after.
-    """
-    field, layers = f"{prefix}.recompute_num_layers", f"use a number from 1 to {layers_per_stage}"
-    stated = f"{prefix}.recompute_granularity={granularity}"
-    faults = []
-    if granularity == "full" and method == "none":
-        rule = f"must be chosen with {stated}"
-        faults.append(Fault(f"{prefix}.recompute_method", method, rule, "use uniform or block"))
-    if granularity == "full" and num_layers is None:
-        faults.append(Fault(field, None, f"must be stated with {stated}", layers))
-    if granularity == "full" and num_layers is not None and num_layers > layers_per_stage:
-        rule = f"is more than the {layers_per_stage} layers of a pipeline stage"
-        faults.append(Fault(field, num_layers, rule, layers))
-    if granularity == "selective" and num_layers is not None:
-        faults.append(Fault(field, num_layers, f"must not be stated with {stated}", "leave it out"))
     return faults

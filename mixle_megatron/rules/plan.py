@@ -10,12 +10,8 @@ from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules.nearest import divisors, use
 from mixle_megatron.rules.verdict import NOT_EXECUTED
 
-AXES_NOT_EXECUTED = {
-    "cp": "attention over a sequence that is split between ranks is not built yet",
-    "ep": "mixture-of-experts layers are not built yet",
-    "etp": "mixture-of-experts layers are not built yet",
-}
-"""Axes that a plan has and this version does not execute, with the reason."""
+AXES_NOT_EXECUTED: dict[str, str] = {}
+"""Axes that a plan has and this version does not execute, with the reason. All of them are executed."""
 
 
 def plan_faults(plan: PlanRecord, *, prefix: str = "plan") -> list[Fault]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mixle_megatron.backend import MegatronBackend
-from mixle_megatron.config.schema import Config, decay_steps, effective_plan
+from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
 from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
 from mixle_megatron.errors import SessionError
 from mixle_megatron.models.gpt import GPT
@@ -78,6 +78,7 @@ def _session(config: Config) -> Iterator[MegatronSession]:
         timeout_minutes=config.host.timeout_minutes,
         seed=config.run.seed,
         uneven_batches=False,
+        pipeline=pipeline_split(config),
     )
     try:
         yield session
