@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,7 @@ from mixle.utils.parallel.training_contracts import (
     StepReceipt,
 )
 
-from mixle_megatron.checkpoint import load_session, save_session
+from mixle_megatron.checkpoint import Facts, load_session, save_session
 from mixle_megatron.errors import Fault, SessionError, refuse_if_any
 from mixle_megatron.layouts import parameter_layouts
 from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
@@ -376,7 +376,14 @@ class MegatronSession:
             "parallel_plan": self.plan.as_dict(),
             "precision": self.precision,
         }
-        save_session(self.stage, path, payload)
+        facts = Facts(
+            step=self.step,
+            plan=self.plan.as_dict(),
+            model=asdict(self._dimensions),
+            optimizer_format="fully_reshardable",
+            precision=self.precision,
+        )
+        save_session(self.stage, path, payload, facts)
         self._traffic.take()
 
     def load_checkpoint(self, path: str, *, allow_world_size_change: bool = True) -> dict[str, Any]:

@@ -48,10 +48,28 @@ def shortened(command: str, runs: Path) -> str:
     return f"{command} {values}" if " pretrain " in command else command
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
     scripts = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    return os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """The folder of a run with a checkpoint, as the README's first command leaves it."""
+    runs = tmp_path_factory.mktemp("runs")
+    command = f"mixle-megatron pretrain configs/tiny_gpt_cpu.yaml run.name=first run.steps=1 run.dir={runs}"
+    words = shlex.split(f"{command} plan.dp_shard=1 evaluation.every=0 logging.progress=off")
+    subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=True)
+    return runs / "first"
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_readme_runs(
+    command: str, tmp_path: Path, environment: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    if "runs/first" in command:
+        command = command.replace("runs/first", str(request.getfixturevalue("first_run")))
     words = shlex.split(shortened(command, tmp_path))
     assert shutil.which(words[0], path=environment["PATH"])
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

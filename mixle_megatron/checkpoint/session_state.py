@@ -1,13 +1,11 @@
 """Everything a session resumes from, as one Megatron dist-checkpoint.
 
-A checkpoint is a folder. It is written beside its final name and then renamed, so that the name
-never stands for a half-written one.
+A checkpoint is a folder. It is written beside its final name, brought onto the disk, given a manifest,
+and then renamed, so that the name never stands for a half-written one, whatever ends the job.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mixle_megatron.checkpoint.completeness import damage
+from mixle_megatron.checkpoint.durable import WRITING, publish, recover, sync_file, sync_folder
+from mixle_megatron.checkpoint.manifest import Facts, checksum_files, files_of_rank, write_manifest
 from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
+from mixle_megatron.checkpoint.safe_loading import safe_loading
 from mixle_megatron.checkpoint.write_results import kept_in_process
 from mixle_megatron.errors import CheckpointError
 from mixle_megatron.random_state import random_state, restore_random_state
@@ -26,13 +28,20 @@ from mixle_megatron.stage import Stage
 _PAYLOAD = "session"
 
 
-def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
+def save_session(stage: Stage, path: str, payload: dict[str, Any], facts: Facts) -> None:
     """Write the stage and ``payload`` (plain values, equal on all ranks) into the folder ``path``.
 
-    A checkpoint that is there already is replaced once the new one is whole.
+    A checkpoint that is there already is replaced once the new one is whole. Each rank checksums and
+    syncs the files that it wrote.
+
+    Args:
+        stage: what to save.
+        path: the folder.
+        payload: plain values, equal on all ranks.
+        facts: what the manifest says of it.
     """
     final = Path(path)
-    aside = final.with_name(final.name + ".writing")
+    aside = final.with_name(final.name + WRITING)
     _on_first_rank(lambda: _make_room(aside, final))
     state = sharded_state(stage)
     state[_PAYLOAD] = payload
@@ -40,7 +49,12 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any]) -> None:
     with kept_in_process():
         dist_checkpointing.save(state, str(aside))
     dist.barrier()
-    _on_first_rank(lambda: _replace(aside, final))
+    own = files_of_rank(aside, dist.get_rank())
+    for name in own:
+        sync_file(aside / name)
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, checksum_files(aside, own))
+    _on_first_rank(lambda: _publish(aside, final, facts, tables))
 
 
 def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = True) -> dict[str, Any]:
@@ -57,6 +71,8 @@ def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = Tru
     Raises:
         CheckpointError: it is not a checkpoint, or its tensors are not those of this model.
     """
+    if _is_checkpoint(Path(path)):
+        _on_first_rank(lambda: _refuse_damaged(Path(path)))
     saved = read_payload(path)
     ranks = saved["parallel_plan"]["world_size"]
     if ranks != plan.world_size and not other_worlds:
@@ -69,7 +85,8 @@ def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = Tru
     if same_plan:
         state["random"] = _ranked(None)
     try:
-        loaded = dist_checkpointing.load(state, path)
+        with safe_loading():
+            loaded = dist_checkpointing.load(state, path)
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model, plan and optimizer: {error}") from error
     for number, chunk in enumerate(stage.chunks):
@@ -91,10 +108,18 @@ def read_payload(path: str) -> dict[str, Any]:
     """
     if not _is_checkpoint(Path(path)):
         raise CheckpointError(f"{path} is not a Megatron dist-checkpoint (it has no metadata.json)")
-    common = dist_checkpointing.load_common_state_dict(path)
+    with safe_loading():
+        common = dist_checkpointing.load_common_state_dict(path)
     if _PAYLOAD not in common:
         raise CheckpointError(f"{path} was not written by a session of mixle-megatron: it has no step clock")
     return common[_PAYLOAD]
+
+
+def _refuse_damaged(folder: Path) -> None:
+    """Compare names and sizes; the reader of a run's checkpoints has compared checksums before."""
+    found = [one for one in damage(folder, checksums=False, needs_manifest=False) if one.prevents_loading]
+    if found:
+        raise CheckpointError(f"{folder} is damaged: " + "; ".join(map(str, found)))
 
 
 def sharded_state(stage: Stage) -> dict[str, Any]:
@@ -138,18 +163,19 @@ def _on_first_rank(action: Any) -> None:
         try:
             action()
         except OSError as error:
+            failure = [f"cannot write the checkpoint: {error}"]
+        except CheckpointError as error:
             failure = [str(error)]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise CheckpointError(f"cannot write the checkpoint: {failure[0]}")
+        raise CheckpointError(failure[0])
 
 
 def _make_room(aside: Path, final: Path) -> None:
     """Make an empty folder to write in; only a checkpoint, or nothing, may give way to the new one."""
+    recover(final)
     if final.exists() and not _is_checkpoint(final) and not _is_empty(final):
         raise FileExistsError(f"{final} is there already, and is no checkpoint that could be replaced")
-    if aside.exists():
-        shutil.rmtree(aside)
     aside.mkdir(parents=True)
 
 
@@ -161,10 +187,7 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _replace(aside: Path, final: Path) -> None:
-    previous = final.with_name(final.name + ".previous")
-    if final.exists():
-        os.replace(final, previous)
-    os.replace(aside, final)
-    if previous.exists():
-        shutil.rmtree(previous)
+def _publish(aside: Path, final: Path, facts: Facts, tables: list[Any]) -> None:
+    write_manifest(aside, facts, tables)
+    sync_folder(aside)
+    publish(aside, final)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from mixle_megatron.cli import checkpoint as checkpoint_commands
 from mixle_megatron.cli import config as config_commands
 from mixle_megatron.cli.plan import plan
 from mixle_megatron.errors import Refused
@@ -55,6 +56,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 
 @app.command("pretrain")

@@ -112,6 +112,9 @@ class CheckpointSection(Section):
         default=0, description="Updates between checkpoints; 0 writes none, not even at the end."
     )
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
+    keep_every: CountOrZero = Field(
+        default=0, description="Checkpoints whose step is a multiple of it are kept too; 0 keeps no others."
+    )
 
 
 class EvaluationSection(Section):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mixle_megatron.checkpoint.run_lock import run_lock
 from mixle_megatron.config.check import located
 from mixle_megatron.config.load import LoadedConfig, check_config, load_config, warnings_of
 from mixle_megatron.config.schema import Config, effective_plan
@@ -22,6 +24,8 @@ from mixle_megatron.training.signals import StopRequest
 
 DONE, FAILED, STOPPED_EARLY = 0, 1, 3
 _DATA_CACHE = ".data"
+_HELD = "MIXLE_MEGATRON_RUN"
+"""Tells local ranks that their launcher holds the run's folder."""
 
 
 def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
@@ -42,9 +46,24 @@ def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
     if _finished(directory, config):
         return DONE
     ranks = effective_plan(config).world_size
-    if ranks == 1 or is_one_of_many():
-        return _train(config)
-    return _launch(config, directory, ranks, [str(path), *overrides])
+    with _alone_on(directory):
+        if ranks == 1 or is_one_of_many():
+            return _train(config)
+        return _launch(config, directory, ranks, [str(path), *overrides])
+
+
+@contextmanager
+def _alone_on(directory: RunDirectory) -> Iterator[None]:
+    """Hold the run's folder for this job: in its launcher, or else in its first rank."""
+    if not _speaks() or os.environ.get(_HELD) == str(directory.path):
+        yield
+        return
+    with run_lock(directory.path):
+        os.environ[_HELD] = str(directory.path)
+        try:
+            yield
+        finally:
+            del os.environ[_HELD]
 
 
 def checked(loaded: LoadedConfig) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from mixle_megatron.backend import MegatronBackend
 from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
 from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
-from mixle_megatron.errors import SessionError
+from mixle_megatron.errors import CheckpointError, SessionError
 from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
@@ -134,7 +135,7 @@ class PretrainingRun:
 
     def _resume(self) -> int | None:
         """Go on from the newest checkpoint; return its step, or None where the run begins."""
-        step = self._directory.latest_step()
+        step = self._newest_step()
         if step is not None:
             payload = self._session.load_checkpoint(str(self._directory.checkpoint(step)))
             self._loader.load_state_dict(payload["loader_state"])
@@ -143,6 +144,23 @@ class PretrainingRun:
         if self._session.is_logging_rank:
             self._directory.start(self._config, self._session.step)
         return step
+
+    def _newest_step(self) -> int | None:
+        """The step that every rank goes on from; one of them looks, and says what it set aside."""
+        found: list[Any] = [None, None]
+        if self._session.is_logging_rank:
+            try:
+                step, warnings = self._directory.settle()
+            except (CheckpointError, OSError) as error:
+                found = [None, str(error)]
+            else:
+                found = [step, None]
+                for warning in warnings:
+                    print(f"warning: {warning}", file=sys.stderr)
+        dist.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise CheckpointError(found[1])
+        return found[0]
 
     def _train(self) -> str | None:
         """Commit updates until run.steps; return the name of the signal that ended it before."""
@@ -207,8 +225,9 @@ class PretrainingRun:
             path = self._directory.checkpoint(step)
             self._session.save_checkpoint(str(path), loader_state=self._loader.state_dict())
             if self._session.is_logging_rank:
+                kept = self._config.checkpoint
                 self._directory.announce(step)
-                self._directory.keep_newest(self._config.checkpoint.keep)
+                self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
         self._saved_step = step
         self._progress.say(f"step {step}  checkpoint {path}")
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mixle_megatron.checkpoint.completeness import damage
+from mixle_megatron.checkpoint.durable import delete_old, recover_all, write_text
+from mixle_megatron.checkpoint.iterations import TRACKER, iteration_name, named_by_tracker, steps_in
+from mixle_megatron.checkpoint.newest import find_newest, settle
 from mixle_megatron.config.schema import Config, effective_config
 from mixle_megatron.errors import CheckpointError, Fault
 
-_TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _FIXED = ("model", "data", "optimizer", "run.seed", "batch.global_batch_size")
 
 
@@ -47,30 +47,22 @@ class RunDirectory:
     # What is there
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that the tracker file names; None if there is none.
+        """The step of the checkpoint that the tracker file names; None where it names none that is there.
 
-        Raises:
-            CheckpointError: the tracker holds no number, or names a folder that is not there.
+        Which checkpoint a run goes on from, :meth:`settle` decides.
         """
-        tracker = self._checkpoints / _TRACKER
-        if not tracker.exists():
+        named = named_by_tracker(self._checkpoints)
+        if named is None or not named.isdigit() or not self.checkpoint(int(named)).is_dir():
             return None
-        text = tracker.read_text(encoding="utf-8").strip()
-        if not text.isdigit():
-            raise CheckpointError(f"{tracker} holds {text!r}, which is no step")
-        if not self.checkpoint(int(text)).is_dir():
-            raise CheckpointError(
-                f"{tracker} names step {text}, but {self.checkpoint(int(text))} is not there"
-            )
-        return int(text)
+        return int(named)
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
-        return self._checkpoints / f"iter_{step:07d}"
+        return self._checkpoints / iteration_name(step)
 
     def stored_values(self) -> dict[str, Any] | None:
         """The resolved config of the run so far, as plain data; None where nothing can be gone on from."""
-        if self.latest_step() is None or not self._config.exists():
+        if not steps_in(self._checkpoints) or not self._config.exists():
             return None
         return yaml.safe_load(self._config.read_text(encoding="utf-8"))
 
@@ -85,17 +77,39 @@ class RunDirectory:
             _write(lines, "".join(line for line in _lines(lines) if _step(line) <= step))
         self.stopped.unlink(missing_ok=True)
 
-    def announce(self, step: int) -> None:
-        """Name the checkpoint of ``step`` as the one to go on from."""
-        _write(self._checkpoints / _TRACKER, str(step))
+    def settle(self) -> tuple[int | None, list[str]]:
+        """The step of the newest whole checkpoint, damaged newer ones set aside; one process calls it.
 
-    def keep_newest(self, number: int) -> None:
-        """Delete all but the newest ``number`` checkpoints."""
-        steps = sorted(
-            int(match[1]) for match in map(_ITERATION.fullmatch, os.listdir(self._checkpoints)) if match
-        )
-        for step in steps[:-number]:
-            shutil.rmtree(self.checkpoint(step))
+        Returns:
+            The step, None where there is no checkpoint; and what was done, one sentence each.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        recover_all(self._checkpoints)
+        choice = find_newest(self._checkpoints)
+        return choice.step, settle(self._checkpoints, choice)
+
+    def announce(self, step: int) -> None:
+        """Verify the checkpoint of ``step``, and name it as the one to go on from.
+
+        Raises:
+            CheckpointError: it is not as its manifest has it.
+        """
+        found = damage(self.checkpoint(step), checksums=True, needs_manifest=True)
+        if found:
+            raise CheckpointError(f"{self.checkpoint(step)}: " + "; ".join(map(str, found)))
+        write_text(self._checkpoints / TRACKER, str(step))
+
+    def delete_old(self, announced: int, *, keep: int, keep_every: int) -> None:
+        """Delete whole checkpoints older than the ``announced`` one.
+
+        Args:
+            announced: the step of the newest.
+            keep: how many of the newest stay.
+            keep_every: those whose step is a multiple of it stay too; 0 for none.
+        """
+        delete_old(self._checkpoints, announced, _is_whole, keep=keep, keep_every=keep_every)
 
     def write_stopped(self, values: Mapping[str, Any]) -> None:
         """Say that the run ended early, for whoever starts it again."""
@@ -148,6 +162,10 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except ValueError:
         return float("inf")
+
+
+def _is_whole(folder: Path) -> bool:
+    return not damage(folder, checksums=False, needs_manifest=False)
 
 
 def _write(path: Path, text: str) -> None:

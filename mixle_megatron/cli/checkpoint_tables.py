@@ -1,0 +1,90 @@
+"""What is in a checkpoint as tables on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mixle_megatron.checkpoint.inspection import Inspection, StoredTensor
+from mixle_megatron.cli.plan_tables import PIPED_WIDTH
+
+
+def print_inspection(inspection: Inspection) -> None:
+    """Print the facts of a checkpoint, its tensors, its objects and its files."""
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    totals = inspection.totals
+    parameters = f"Parameters: {totals['parameters']:,} in {byte_count(totals['parameter_bytes'])}"
+    sections = {
+        str(inspection.path): _rows(("", ""), _facts(inspection)),
+        parameters: _tensor_table(inspection.parameters),
+        f"Optimizer: {byte_count(totals['optimizer_bytes'])}": _tensor_table(inspection.optimizer),
+        f"Objects: {byte_count(totals['object_bytes'])}": _size_table("object", inspection.objects),
+        f"Files: {byte_count(totals['file_bytes'])}": _size_table("file", inspection.files),
+    }
+    for title, table in sections.items():
+        console.print(Text(printable(title), style="bold"), table, "", sep="\n")
+    for note in inspection.notes:
+        console.print(Text(printable(f"note: {note}")))
+
+
+def byte_count(number: int) -> str:
+    """A byte count in binary units."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with what would steer a terminal written out: names come from the checkpoint."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _facts(inspection: Inspection) -> Iterable[tuple[str, str]]:
+    """The facts that are known, one a row."""
+    for name in ("step", "precision", "optimizer_format"):
+        yield name.replace("_", " "), _word(getattr(inspection, name))
+    for name in ("plan", "versions", "model"):
+        yield name, _word(getattr(inspection, name))
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_word(entry)}" for key, entry in value.items() if entry is not None)
+    return str(value)
+
+
+def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
+    rows = (
+        (tensor.name, _shape(tensor.shape), tensor.dtype, f"{tensor.shards:,}", byte_count(tensor.bytes))
+        for tensor in tensors
+    )
+    return _rows(("tensor", "shape", "dtype", "shards", "size"), rows, numbers=("shards", "size"))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _size_table(kind: str, sizes: Mapping[str, int]) -> Table:
+    rows = ((name, byte_count(size)) for name, size in sizes.items())
+    return _rows((kind, "size"), rows, numbers=("size",))
+
+
+def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
