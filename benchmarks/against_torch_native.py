@@ -6,6 +6,8 @@
 Both train the same ``CausalLM`` from the same weights on the same batches, in fp32 on the CPU, in turn
 and in the same processes. A leg opens a session, warms it up, times committed ``train_batch`` calls and
 closes it, so that neither backend runs under what the other has open. Their losses have to agree.
+Where other programs use the cores too, ``cpu_ratio`` says more than ``ratio``: it is of the CPU time of
+rank 0, which leaves out what a rank waits.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import copy
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -29,6 +32,7 @@ from mixle.utils.parallel import get_training_backend
 from mixle.utils.parallel.training_contracts import ParallelPlan
 
 import mixle_megatron  # noqa: F401  registers the backend
+from mixle_megatron.training.quiet import quieten
 
 PLANS: dict[str, dict[str, int]] = {"one rank": {}, "dp_replicate=2": {"dp_replicate": 2}, "tp=2": {"tp": 2}}
 FIGURES = {"one rank": 1.0, "dp_replicate=2": 1.0, "tp=2": 1.3}
@@ -118,6 +122,7 @@ def summary(timed: list[dict[str, Leg]]) -> dict[str, Any]:
 
 def rank_main(rank: int, sizes: dict[str, int], given: argparse.Namespace, folder: str) -> None:
     """One rank: measure one plan; rank 0 writes what it found into ``folder``."""
+    quieten()
     torch.set_num_threads(given.threads)
     plan = ParallelPlan(**sizes)
     dist.init_process_group(
@@ -152,6 +157,7 @@ def main() -> None:
         "limit": {name: FIGURES[name] for name in plans},
         "plans": plans,
         "sizes": SIZES | {"rows": ROWS, "threads": given.threads},
+        "load_average": round(os.getloadavg()[1], 2),
         "versions": {name: version(name) for name in ("mixle", "megatron-core", "torch")},
     }
     print(json.dumps(result))

@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 from mixle.models.language_model import LM
 
 import mixle_megatron  # noqa: F401  registers the backend
+from mixle_megatron.training.quiet import quieten
 
 SIZES = {"vocab": 256, "d_model": 128, "n_layer": 4, "n_head": 4, "block": 128}
 GLOBAL_BATCH, LEARNING_RATE, SEED, EPOCHS = 8, 3e-3, 0, 2
@@ -113,6 +114,7 @@ def fit(run: Run, text: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def rank_main(rank: int, run: Run, text: bytes, folder: str) -> None:
     """One rank of a fit; rank 0 writes what came of it into ``folder``."""
+    quieten()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=run.ranks

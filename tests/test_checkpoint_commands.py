@@ -211,6 +211,18 @@ def test_each_damaged_file_is_named(copy: Path) -> None:
     assert run("verify", copy).exit_code == 0
 
 
+def test_json_has_each_damage(copy: Path) -> None:
+    folder = str(copy)
+    whole = run("verify", copy, "--json")
+    assert whole.exit_code == 0
+    assert json.loads(whole.stdout) == {"path": folder, "whole": True, "damage": []}
+    (copy / "__1_0.distcp").write_bytes(b"")
+    damaged = run("verify", copy, "--json")
+    assert damaged.exit_code == 1
+    (found,) = json.loads(damaged.stdout)["damage"]
+    assert (found["file"], found["kind"]) == ("__1_0.distcp", "truncated")
+
+
 def test_a_manifest_of_what_was_never_complete_does_not_help(copy: Path) -> None:
     (copy / "__1_0.distcp").unlink()
     write_manifest(copy, facts())

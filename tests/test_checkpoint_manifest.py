@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -336,6 +337,20 @@ def test_text_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
         ("replace", "tracker.writing"),
         ("fsync", tmp_path.name),
     ]
+
+
+def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    durable.write_text(tmp_path / "tracker", "100")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            durable.write_text(tmp_path / "tracker", "200")
+    assert (tmp_path / "tracker").read_text() == "100"
+    durable.write_text(tmp_path / "tracker", "300")
+    assert content_of(tmp_path) == {"tracker": "300"}
 
 
 def test_a_tree_is_waited_for_from_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,9 +233,10 @@ def load_guarded(folder: str) -> str:
 def test_megatron_with_safe_readers_runs_nothing(
     run_on, copy: Path, canary: Path, attack: Callable[[Path, Path], None]
 ) -> None:
+    looks_for_the_object = not (copy / "common.pt").exists()  # as Megatron-Core 0.19 does, and 0.16 does not
     attack(copy, canary)
     (said,) = run_on(1, load_guarded, str(copy))
-    assert f"{os.name}.mkdir" in said
+    assert f"{os.name}.mkdir" in said or (attack is in_the_common_object and not looks_for_the_object)
     assert not runs(canary)
 
 
@@ -384,7 +385,7 @@ def test_pieces_that_cannot_be_are_refused(copy: Path) -> None:
         "ends at [32, 1]": lambda metadata: setattr(
             weight(metadata), "chunks", [chunk_of(weight(metadata), (0, 0), (32, 1))]
         ),
-        "[-1] where a shape": lambda metadata: setattr(weight(metadata), "size", [-1]),
+        "[-1] where a shape": lambda metadata: setattr(weight(metadata), "size", torch.Size([-1])),
         "has a str where": lambda metadata: setattr(weight(metadata), "chunks", "all"),
         "bytes -1 to": lambda metadata: setattr(first_place(metadata), "offset", -1),
         "where its tensors lie": lambda metadata: setattr(metadata, "storage_data", None),

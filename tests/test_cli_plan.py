@@ -105,6 +105,7 @@ def test_stages_are_shown_where_they_are_not_equal_parts() -> None:
         "pipeline.pipeline_model_parallel_layout=E|tt|t|tmL",
         "model.mtp_num_layers=1",
         "model.position_embedding_type=rope",
+        "model.share_embeddings_and_output_weights=false",
     )
     pipeline = plan(*overrides)["pipeline"]
     assert [stage["chunks"] for stage in pipeline["listed"]] == [[[], [2, 2]], [[0, 1], [3, 3]]]

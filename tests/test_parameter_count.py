@@ -47,7 +47,11 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "latent of low-rank queries": LATENT
     | {"q_lora_rank": 14, "qk_layernorm": True, "add_bias_linear": True, "normalization": "RMSNorm"},
-    "predictions": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "predictions": {
+        "mtp_num_layers": 2,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    },
     "latent predictions with experts": LATENT
     | {"mtp_num_layers": 1, "num_moe_experts": 4, "share_embeddings_and_output_weights": False},
 }

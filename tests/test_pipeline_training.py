@@ -34,7 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "add_bias_linear": False,
     },
-    "one more prediction": DENSE | {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "one more prediction": DENSE
+    | {
+        "mtp_num_layers": 1,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    },
     "two more with experts": MIXTURE | {"mtp_num_layers": 2, "share_embeddings_and_output_weights": False},
 }
 

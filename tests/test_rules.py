@@ -356,11 +356,17 @@ def test_ep_and_etp_divide_the_experts() -> None:
 
 
 def test_predictions_of_further_tokens_run_where_one_rank_is_followed() -> None:
-    predicting = model(mtp_num_layers=1, position_embedding_type="rope")
+    untied = {"share_embeddings_and_output_weights": False}
+    predicting = model(mtp_num_layers=1, position_embedding_type="rope", **untied)
     assert plan_model_faults(PlanRecord(pp=2, dp_shard=2), predicting) == []
     [fault] = plan_model_faults(PlanRecord(cp=2), predicting)
     assert (fault.field, fault.remedy) == ("plan.cp", "use 1")
-    learned = model(mtp_num_layers=1)
+    [fault] = plan_model_faults(PlanRecord(pp=2), model(mtp_num_layers=1, position_embedding_type="rope"))
+    assert (fault.field, fault.remedy) == (
+        "model.share_embeddings_and_output_weights",
+        "use false, or plan.pp=1",
+    )
+    learned = model(mtp_num_layers=1, **untied)
     assert plan_model_faults(PlanRecord(dp_shard=2), learned) == []
     [fault] = plan_model_faults(PlanRecord(pp=2), learned)
     assert (fault.field, fault.remedy) == ("model.position_embedding_type", "use rope, or plan.pp=1")

@@ -1,6 +1,6 @@
 """The state that is not sharded, and other objects of a checkpoint, read without running anything.
 
-Megatron-Core up to 0.18 writes it as ``common.pt``, 0.19 as the object ``common_state`` in a
+Megatron-Core 0.16 writes it as ``common.pt``, 0.19 as the object ``common_state`` in a
 ``.distcp`` file. Megatron's own readers take some of it with ``torch.load(weights_only=False)``; these
 do not, and need no process group.
 """
@@ -87,7 +87,7 @@ def read_object(folder: Path, name: str, place: Any) -> Any:
 
 def common_file(folder: Path, metadata: Metadata) -> str | None:
     """The file of a checkpoint that holds its common state, as Megatron looks for it; None if none does."""
-    if (folder / COMMON).exists():
+    if (folder / COMMON).is_file():
         return COMMON
     place = metadata.storage_data.get(COMMON_STATE)
     return None if place is None else place.relative_path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mixle_megatron.checkpoint.common_state import COMMON_STATE, common_file, read_common, read_object
+from mixle_megatron.checkpoint.common_state import COMMON, COMMON_STATE, common_file, read_common, read_object
 from mixle_megatron.checkpoint.damage import Damage
 from mixle_megatron.checkpoint.manifest import MANIFEST, verify
 from mixle_megatron.checkpoint.safe_metadata import METADATA, read_metadata
@@ -104,7 +104,7 @@ def _object_damage(folder: Path, metadata: Metadata) -> Iterator[Damage]:
     try:
         read_common(folder, metadata)
     except CheckpointError as error:
-        yield Damage(common_file(folder, metadata) or METADATA, "unreadable", str(error))
+        yield Damage(common_file(folder, metadata) or COMMON, "unreadable", str(error))
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
             continue

@@ -10,7 +10,10 @@ wrote a few more.
 
 from __future__ import annotations
 
+import gc
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import add, gt
 from pathlib import Path, PurePosixPath
@@ -83,12 +86,24 @@ def read_metadata(path: Path) -> Metadata:
             checkpoint's folder.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, _no_collection():
             return _metadata(_Unpickler(file).load())
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
     except Exception as error:  # a damaged pickle can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold the garbage collector off: it would walk all the records again and again, for most of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Record:

@@ -40,27 +40,29 @@ def inspect(
 
 
 @app.command()
-def verify(path: Checkpoint) -> None:
+def verify(
+    path: Checkpoint,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Compare each file of a checkpoint with its manifest: exit code 1 where it is not whole, or has none."""
     _quieten()
     from mixle_megatron.checkpoint.completeness import damage
     from mixle_megatron.checkpoint.inspection import locate
-    from mixle_megatron.checkpoint.manifest import MANIFEST, read_manifest
-    from mixle_megatron.cli.checkpoint_tables import byte_count, printable
 
     folder = locate(path)
     found = damage(folder, checksums=True, needs_manifest=True)
-    for one in found:
-        typer.echo(printable(f"{folder}/{one}"), err=True)
+    if as_json:
+        import json
+
+        listed = [one.as_dict() for one in found]
+        typer.echo(json.dumps({"path": str(folder), "whole": not found, "damage": listed}, indent=2))
+    else:
+        from mixle_megatron.cli.checkpoint_tables import verdict_lines
+
+        for line in verdict_lines(folder, found):
+            typer.echo(line, err=bool(found))
     if found:
-        unverified = all(one.file == MANIFEST and one.kind == "missing" for one in found)
-        verdict = "complete by its own metadata, but not verified" if unverified else "damaged"
-        typer.echo(printable(f"{folder}: {verdict}"), err=True)
         raise typer.Exit(1)
-    sizes = [record.size for record in read_manifest(folder).files.values()]
-    typer.echo(
-        printable(f"{folder}: whole ({len(sizes)} files, {byte_count(sum(sizes))}, checksums compared)")
-    )
 
 
 def _quieten() -> None:

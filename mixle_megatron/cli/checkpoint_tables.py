@@ -1,9 +1,10 @@
-"""What is in a checkpoint as tables on a terminal."""
+"""What is in a checkpoint, and what is wrong with it, on a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -11,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mixle_megatron.checkpoint.damage import Damage
 from mixle_megatron.checkpoint.inspection import Inspection, StoredTensor
+from mixle_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from mixle_megatron.cli.plan_tables import PIPED_WIDTH
 
 
@@ -31,6 +34,18 @@ def print_inspection(inspection: Inspection) -> None:
         console.print(Text(printable(title), style="bold"), table, "", sep="\n")
     for note in inspection.notes:
         console.print(Text(printable(f"note: {note}")))
+
+
+def verdict_lines(folder: Path, found: Sequence[Damage]) -> list[str]:
+    """What is wrong with a checkpoint, a line each, and then the verdict."""
+    if not found:
+        sizes = [record.size for record in read_manifest(folder).files.values()]
+        verdict = f"whole ({len(sizes)} files, {byte_count(sum(sizes))}, checksums compared)"
+    elif all(one.file == MANIFEST and one.kind == "missing" for one in found):
+        verdict = "complete by its own metadata, but not verified"
+    else:
+        verdict = "damaged"
+    return [printable(line) for line in (*(f"{folder}/{one}" for one in found), f"{folder}: {verdict}")]
 
 
 def byte_count(number: int) -> str:

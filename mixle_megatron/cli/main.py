@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from mixle_megatron.cli import checkpoint as checkpoint_commands
 from mixle_megatron.cli import config as config_commands
+from mixle_megatron.cli.checkpoint_export import export, import_
 from mixle_megatron.cli.plan import plan
 from mixle_megatron.errors import Refused
 
@@ -56,6 +57,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan)
 app.add_typer(config_commands.app, name="config")
+checkpoint_commands.app.command("export")(export)
+checkpoint_commands.app.command("import")(import_)
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 

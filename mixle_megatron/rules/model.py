@@ -115,6 +115,10 @@ def _prediction_plan_faults(
         rule = f"has a copy on another stage with {stated}, which nothing keeps the same"
         field = f"{model_prefix}.position_embedding_type"
         faults.append(Fault(field, "learned_absolute", rule, f"use rope, or {plan_prefix}.pp=1"))
+    if plan.pp > 1 and model.share_embeddings_and_output_weights:
+        rule = f"cannot be saved with {stated} under {plan_prefix}.pp={plan.pp}: Megatron asserts against it"
+        field = f"{model_prefix}.share_embeddings_and_output_weights"
+        faults.append(Fault(field, "true", rule, f"use false, or {plan_prefix}.pp=1"))
     return faults
 
 
