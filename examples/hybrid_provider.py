@@ -23,8 +23,7 @@ import mixle_megatron
 from mixle_megatron.layers.norm import TorchNorm
 from mixle_megatron.models.decoder_spec import torch_layer_spec
 from mixle_megatron.models.initialisation import Initialisation, initialise
-from mixle_megatron.models.placement import PlacedParameter
-from mixle_megatron.models.provider import SessionTerms
+from mixle_megatron.models.provider import ModelProvider, SessionTerms
 from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules import ModelDimensions, padded_vocab_size
@@ -46,7 +45,7 @@ ATTENTION, FEED_FORWARD = "*", "-"
 
 
 @dataclass(frozen=True)
-class Hybrid:
+class Hybrid(ModelProvider):
     """A HybridModel of attention and feed-forward layers (a ``mixle_megatron`` ModelProvider).
 
     Attributes:
@@ -124,18 +123,6 @@ class Hybrid:
         drawn = Initialisation(self.seed, config.init_method_std, num_layers=max(1, len(self.pattern) // 2))
         initialise(stage, drawn, sizes, groups)
         return stage
-
-    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """The caller has no other module than the stage."""
-        return placed
-
-    def give_back(self, stage: Any) -> torch.nn.Module:
-        """The trained stage."""
-        return stage.module
-
-    def untouched(self, stage: Any) -> torch.nn.Module:
-        """The stage as a failed session left it."""
-        return stage.module
 
 
 def torch_stack_spec(config: Any) -> ModuleSpec:

@@ -42,7 +42,8 @@ def parameter_layouts(
         in_callers_terms: a parameter of Megatron's module as the caller's module has it.
     """
     placed = (_without_padding(each, vocab_size) for each in _over_stages(_own_parameters(stage), stage))
-    return tuple(_layout(in_callers_terms(each), plan) for each in placed)
+    topology = Topology(plan)
+    return tuple(_layout(in_callers_terms(each), topology) for each in placed)
 
 
 def _own_parameters(stage: Stage) -> list[PlacedParameter]:
@@ -110,8 +111,8 @@ def _without_padding(placed: PlacedParameter, vocab_size: int) -> PlacedParamete
     return replace(placed, shape=(vocab_size, *placed.shape[1:]), padded=rows)
 
 
-def _layout(placed: PlacedParameter, plan: Any) -> ParameterLayout:
-    topology = Topology(plan)
+def _layout(placed: PlacedParameter, topology: Topology) -> ParameterLayout:
+    plan = topology.plan
     expert = placed.expert_rank is not None
     tensor, cut = ("etp", plan.etp) if expert else ("tp", plan.tp)
     shards = topology.expert_optimizer_shards if expert else topology.optimizer_shards

@@ -14,6 +14,11 @@ from mixle_megatron.receipts import Sums
 
 TRAINING, EVALUATING, WAITING = range(3)
 
+PADDED = (
+    "a batch of a replica has no rows, or not equally many in each microbatch: padding it would count in "
+    "the experts' auxiliary losses and capacities; give every replica a multiple of plan.microbatches rows"
+)
+
 
 @dataclass(frozen=True)
 class Exchanged:
@@ -75,11 +80,7 @@ class Replicas:
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = ends.tolist()[: len(own)], [-value for value in ends.tolist()[len(own) :]]
         if most[-1]:
-            raise SessionError(
-                "a batch of a replica has no rows, or not equally many in each microbatch: padding it "
-                "would count in the experts' auxiliary losses and capacities; give every replica a "
-                "multiple of plan.microbatches rows"
-            )
+            raise SessionError(PADDED)
         if alike and most != least:
             raise SessionError(
                 f"replicas exchange tokens under plan.ep, but their batches differ: between {least[1:4]} "

@@ -43,8 +43,8 @@ class RoutingMeter:
     def __init__(self, stage: Stage) -> None:
         self._config, self._groups = stage.config, stage.groups
         self._names = tuple(_loss_names(stage.config))
-        self._chosen = self._kept = 0
-        self._microbatches = 0
+        self._chosen, self._microbatches = 0, 0
+        self._kept = torch.zeros((), dtype=torch.int64, device=stage.device)
         self._hooks = [router.register_forward_hook(self._count) for router in routers(stage)]
 
     def _count(self, router: Any, inputs: Any, outputs: Any) -> None:
@@ -54,7 +54,8 @@ class RoutingMeter:
         probabilities, routing_map = outputs[:2]
         self._chosen += routing_map.shape[0] * router.topk
         # Where experts are padded to their capacity, the map has tokens that did not choose them.
-        self._kept += int((routing_map & (probabilities > 0)).sum())
+        # It is counted on the device, which a number here would make the host wait for at every layer.
+        self._kept += (routing_map & (probabilities > 0)).sum()
 
     def add_microbatches(self, count: int) -> None:
         """Say that this replica trained on ``count`` more microbatches."""
@@ -69,7 +70,7 @@ class RoutingMeter:
         recorded = router_losses()
         own = [float(recorded[name].sum()) if name in recorded else 0.0 for name in self._names]
         *losses, chosen, kept, microbatches = sum_over_ranks(
-            *own, self._chosen, self._kept, self._microbatches
+            *own, self._chosen, float(self._kept), self._microbatches
         )
         self.clear()
         layers = _expert_layers(self._config)
@@ -88,7 +89,8 @@ class RoutingMeter:
     def clear(self) -> None:
         """Forget what has been counted."""
         clear_router_losses()
-        self._chosen = self._kept = self._microbatches = 0
+        self._chosen, self._microbatches = 0, 0
+        self._kept.zero_()
 
 
 def routers(stage: Stage) -> Iterator[Any]:

@@ -19,13 +19,14 @@ from mixle.utils.parallel.training_contracts import (
     StepReceipt,
 )
 
-from mixle_megatron.checkpoint import Facts, load_session, save_session
+from mixle_megatron.checkpoint.manifest import Facts
+from mixle_megatron.checkpoint.session_state import load_session, save_session
 from mixle_megatron.errors import Fault, SessionError, refuse_if_any
 from mixle_megatron.layouts import parameter_layouts
 from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
 from mixle_megatron.models.provider import ModelProvider
 from mixle_megatron.receipts import PendingUpdate, ReceiptMaker, Sums
-from mixle_megatron.replicas import EVALUATING, TRAINING, WAITING, Replicas
+from mixle_megatron.replicas import EVALUATING, PADDED, TRAINING, WAITING, Replicas
 from mixle_megatron.routing import RoutingMeter
 from mixle_megatron.rules.sequence import sequence_faults
 from mixle_megatron.stage import Stage, UpdateOutcome
@@ -206,7 +207,7 @@ class MegatronSession:
     def _batch(self, inputs: Any, targets: Any) -> Batch:
         inputs, targets = as_token_ids(inputs, targets)
         sequence, longest = inputs.shape[1], self._dimensions.max_position_embeddings
-        faults = sequence_faults(self.plan, sequence, name="sequence")
+        faults = sequence_faults(self.plan, sequence)
         if sequence > longest:
             faults.append(Fault("sequence", sequence, f"is above model.max_position_embeddings={longest}"))
         refuse_if_any(faults + foreign_id_faults(inputs, targets, self._dimensions.vocab_size))
@@ -217,8 +218,12 @@ class MegatronSession:
 
     def _agree(self, doing: int, batch: Batch | None) -> None:
         """Where there are experts, that no batch is padded, and that replicas can exchange tokens."""
-        if self._routing is not None and self._uneven_batches:
+        if self._routing is None:
+            return
+        if self._uneven_batches:
             self._replicas.agree(doing, batch, alike=self.plan.ep > 1)
+        elif doing == TRAINING and batch is not None and batch.is_padded:
+            raise SessionError(PADDED)  # even batches are the same on every replica, and so is this
 
     def _join_others(self) -> StepReceipt | None:
         """Take part, with nothing, in every call that other replicas still make.

@@ -30,6 +30,9 @@ MESH_AXES = (
 )
 """The axes that every rank has a place on."""
 
+WITHIN_A_STAGE = tuple(axis for axis in MESH_AXES if axis is not ParallelAxis.PP)
+"""Those that the ranks of one pipeline stage differ in."""
+
 
 @dataclass(frozen=True)
 class Communicating:
@@ -152,7 +155,7 @@ def _of_the_gradients(plan: Any, model: Communicating) -> Iterator[DistributedUp
         note = "one data-parallel rank"
         yield _update("gradient", gradient, CollectiveKind.NONE, (), layout, note)
     if model.dispatcher is not None and topology.expert_optimizer_shards > 1:
-        axes = _active(plan, MESH_AXES[:3] + MESH_AXES[4:])
+        axes = _active(plan, WITHIN_A_STAGE)
         note = "of experts, over the ranks of these axes that hold the same ones"
         kind = CollectiveKind.REDUCE_SCATTER
         yield _update("gradient:experts", gradient, kind, axes, StateLayout.EXPERT_LOCAL, note)
@@ -169,7 +172,7 @@ def _of_the_step(plan: Any, model: Communicating) -> Iterator[DistributedUpdate]
     if normed:
         note = "squared norm of the gradient over all shards of the optimizer"
         yield _update("message:gradient_norm", message, all_reduce, normed, StateLayout.SHARDED, note)
-    balanced = tuple(axis for axis in everywhere if axis is not ParallelAxis.PP)
+    balanced = _active(plan, WITHIN_A_STAGE)
     if model.balances_by_bias and balanced:
         note = "tokens of each expert in the update, which its bias follows"
         yield _update("message:expert_bias", message, all_reduce, balanced, StateLayout.REPLICATED, note)
@@ -178,7 +181,7 @@ def _of_the_step(plan: Any, model: Communicating) -> Iterator[DistributedUpdate]
         kind, gather = PayloadKind.PARAMETER, CollectiveKind.ALL_GATHER
         yield _update("parameter", kind, gather, shards, StateLayout.SHARDED, note)
     if model.dispatcher is not None and Topology(plan).expert_optimizer_shards > 1:
-        axes = _active(plan, MESH_AXES[:3] + MESH_AXES[4:])
+        axes = _active(plan, WITHIN_A_STAGE)
         note = "updated shards of experts, to the ranks of these axes that hold the same ones"
         kind, gather = PayloadKind.PARAMETER, CollectiveKind.ALL_GATHER
         yield _update("parameter:experts", kind, gather, axes, StateLayout.EXPERT_LOCAL, note)

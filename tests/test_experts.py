@@ -171,7 +171,7 @@ def test_tokens_outputs_and_gradients_of_experts(
 # What cannot be done
 
 
-def batches_of_other_shapes(plan: dict[str, int], rows: list[int]) -> str:
+def batches_of_other_shapes(plan: dict[str, int], rows: list[int], uneven_batches: bool = True) -> str:
     """What a session says when replica r gets ``rows[r]`` rows."""
     from mixle_megatron.backend import MegatronBackend
     from mixle_megatron.models.gpt import GPT
@@ -179,7 +179,7 @@ def batches_of_other_shapes(plan: dict[str, int], rows: list[int]) -> str:
 
     model = GPT(ModelSection(**MIXTURE), seed=7)
     plan_of_two = PlanRecord(**plan, microbatches=2).to_parallel_plan()
-    opened = MegatronBackend().prepare(model, plan=plan_of_two, device="cpu")
+    opened = MegatronBackend().prepare(model, plan=plan_of_two, device="cpu", uneven_batches=uneven_batches)
     inputs, targets = batch(MIXTURE["seq_length"], 0)
     count = rows[opened.data_parallel_rank]
     try:
@@ -205,6 +205,11 @@ def test_batches_that_experts_cannot_take_are_refused_on_every_rank(
 ) -> None:
     for answer in run_on(2, batches_of_other_shapes, plan, rows):
         assert says in answer
+
+
+def test_padding_is_refused_where_batches_are_said_to_be_even_too(run_on: Any) -> None:
+    for answer in run_on(2, batches_of_other_shapes, {"pp": 2}, [3], False):
+        assert "multiple of plan.microbatches rows" in answer
 
 
 def train_then_run_out(plan: dict[str, int]) -> str:

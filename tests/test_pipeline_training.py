@@ -43,6 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "two more with experts": MIXTURE | {"mtp_num_layers": 2, "share_embeddings_and_output_weights": False},
 }
 
+MODELS |= {name: DENSE | {"activation_func": name} for name in ("squared_relu", "quick_gelu")}
+
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
 FIRST = {"num_layers_in_first_pipeline_stage": 1}
 LAST = {"num_layers_in_last_pipeline_stage": 1}
@@ -59,6 +61,8 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("dense", {"pp": 2}, {"pipeline_model_parallel_layout": "E|tt|tt|L"}),
     ("mixture", {"pp": 2, "dp_shard": 2, "ep": 2}, VIRTUAL),
     ("mixture", {"pp": 2, "tp": 2, "etp": 2}, FIRST),
+    ("squared_relu", {"tp": 2}, {}),
+    ("quick_gelu", {"dp_shard": 2}, {}),
     ("latent attention", {"tp": 2, "cp": 2}, {}),
     ("latent attention", {"pp": 2, "dp_shard": 2}, VIRTUAL),
     ("low-rank queries", {"tp": 2}, {}),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_run import CONFIG, overrides
 
+from mixle_megatron.checkpoint.run_lock import run_lock
+
 TWO_RANKS = ("plan.dp_shard=2", "evaluation.every=0", "checkpoint.every=1000")
 
 
@@ -98,6 +100,24 @@ def test_a_refusal_starts_no_rank_and_names_every_fault(tmp_path: Path) -> None:
     for field in ("plan.tp=3", "data.paths=/nowhere", "batch.global_batch_size=8"):
         assert field in refused.stderr
     assert not (tmp_path / "tiny-gpt").exists()
+
+
+def test_a_second_job_on_a_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+    with run_lock(tmp_path / "tiny-gpt"):
+        done = finish(tmp_path, *TWO_RANKS, "run.steps=2")
+    assert done.returncode == 2
+    assert f"in use by process {os.getpid()}" in done.stderr
+    assert "starting" not in done.stdout
+
+
+def test_its_launcher_loads_neither_torch_nor_megatron_before_it_reads_the_text() -> None:
+    code = (
+        "import sys, mixle_megatron.training.command\n"
+        "loaded = {'torch', 'megatron'} & set(sys.modules)\n"
+        "sys.exit(', '.join(loaded) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_value_without_effect_is_said_once(tmp_path: Path) -> None:

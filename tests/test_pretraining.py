@@ -125,6 +125,58 @@ def stop_on_rank_one(folder: str, *more: str) -> dict[str, Any]:
     return train_here(folder, *more, stop=dist.get_rank() == 1)
 
 
+def damage_newest(folder: str | Path) -> Path:
+    """Flip a bit of the newest checkpoint's tensors; its size stays."""
+    newest = max((Path(folder) / "checkpoints").glob("iter_*"))
+    shard = min(newest.glob("__*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return newest
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_gone_on_from(
+    run_on: Any, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = (str(tmp_path), "plan.dp_shard=2", "evaluation.every=0", "checkpoint.every=2")
+    folder = run_on(2, train_here, *arguments, "run.steps=6")[0]["folder"]
+    newest = damage_newest(folder)
+    run_on(2, train_here, *arguments, f"run.steps={STEPS}")
+    assert losses(folder) == pytest.approx(losses(one_rank["folder"]), rel=1e-5)
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    assert "distcp" in newest.with_name(f"{newest.name}.damaged.txt").read_text()
+
+
+def test_old_checkpoints_go_but_for_the_newest_and_every_so_many_steps(run_on: Any, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), "plan.dp_shard=1", "evaluation.every=0", "checkpoint.every=1")
+    kept = ("checkpoint.keep=2", "checkpoint.keep_every=3", "run.steps=8")
+    folder = run_on(1, train_here, *arguments, *kept)[0]["folder"]
+    names = sorted(path.name for path in (Path(folder) / "checkpoints").glob("iter_*"))
+    assert names == [f"iter_{step:07d}" for step in (3, 6, 7, 8)]
+
+
+def fail_to_announce(folder: str) -> str:
+    """A run whose first rank finds its new checkpoint damaged."""
+    from mixle_megatron.errors import CheckpointError
+    from mixle_megatron.training.run_directory import RunDirectory
+
+    def announce(_directory: Any, step: int) -> None:
+        raise CheckpointError(f"checkpoint {step} is not as it was written")
+
+    original, RunDirectory.announce = RunDirectory.announce, announce
+    try:
+        train_here(folder, "plan.dp_shard=2", "evaluation.every=0", "checkpoint.every=1", "run.steps=3")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        RunDirectory.announce = original
+    return "went on"
+
+
+def test_a_checkpoint_that_cannot_be_announced_ends_every_rank(run_on: Any, tmp_path: Path) -> None:
+    assert run_on(2, fail_to_announce, str(tmp_path)) == ["checkpoint 1 is not as it was written"] * 2
+
+
 def test_without_checkpoints_nothing_is_written_and_nothing_gone_on_from(run_on: Any, tmp_path: Path) -> None:
     shared = (str(tmp_path), "plan.dp_shard=1", "checkpoint.every=0", "evaluation.every=0", "run.steps=2")
     first = run_on(1, train_here, *shared)[0]

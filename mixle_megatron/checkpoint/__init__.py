@@ -1,6 +1,1 @@
-"""Saving and loading a session through Megatron's dist_checkpointing."""
-
-from mixle_megatron.checkpoint.manifest import Facts
-from mixle_megatron.checkpoint.session_state import load_session, save_session
-
-__all__ = ["Facts", "load_session", "save_session"]
+"""Writing, judging and reading checkpoints in Megatron's dist-checkpoint format."""

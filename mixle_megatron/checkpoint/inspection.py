@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,12 +16,9 @@ from mixle_megatron.checkpoint.common_state import COMMON, SESSION, read_common
 from mixle_megatron.checkpoint.completeness import CONFIG
 from mixle_megatron.checkpoint.iterations import iteration_name, step_of, steps_in
 from mixle_megatron.checkpoint.manifest import MANIFEST, read_manifest
+from mixle_megatron.checkpoint.portable_names import OPTIMIZER
 from mixle_megatron.checkpoint.safe_metadata import METADATA, read_metadata
 from mixle_megatron.errors import CheckpointError, Fault, Refused
-
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-"""How the names of an optimizer's tensors begin; Megatron numbers the optimizers of a model that has
-several."""
 
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
@@ -135,8 +131,8 @@ def inspect(folder: Path) -> Inspection:
     facts, notes = _facts(folder, metadata)
     return Inspection(
         path=folder,
-        parameters=tuple(tensor for tensor in tensors if not _OPTIMIZER.match(tensor.name)),
-        optimizer=tuple(tensor for tensor in tensors if _OPTIMIZER.match(tensor.name)),
+        parameters=tuple(tensor for tensor in tensors if not OPTIMIZER.match(tensor.name)),
+        optimizer=tuple(tensor for tensor in tensors if OPTIMIZER.match(tensor.name)),
         objects=_objects(metadata),
         files={file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()},
         notes=tuple(notes),

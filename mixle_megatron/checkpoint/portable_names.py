@@ -27,6 +27,10 @@ _STACKED_LAYERS = re.compile(r"(?P<stack>decoder\.layers)\.(?P<rest>(?!\d+\.).+)
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.experts\.(?P<rest>.+)")
 _ONE_EXPERT = re.compile(r"\d+\..+")
 
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+"""How the names of an optimizer's tensors begin; Megatron numbers the optimizers of a model that has
+several."""
+
 BUFFERS = ("expert_bias",)
 """What a model keeps beside its parameters, in a dtype of its own."""
 

@@ -15,8 +15,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mixle_megatron.checkpoint.common_state import SESSION
 from mixle_megatron.checkpoint.completeness import damage
 from mixle_megatron.checkpoint.durable import WRITING, publish, recover, sync_file, sync_folder
+from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.checkpoint.manifest import Facts, checksum_files, files_of_rank, write_manifest
 from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
 from mixle_megatron.checkpoint.safe_loading import safe_loading
@@ -25,7 +27,7 @@ from mixle_megatron.errors import CheckpointError
 from mixle_megatron.random_state import random_state, restore_random_state
 from mixle_megatron.stage import Stage
 
-_PAYLOAD = "session"
+_WRITE = "write the checkpoint"
 
 
 def save_session(stage: Stage, path: str, payload: dict[str, Any], facts: Facts) -> None:
@@ -42,9 +44,9 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any], facts: Facts)
     """
     final = Path(path)
     aside = final.with_name(final.name + WRITING)
-    _on_first_rank(lambda: _make_room(aside, final))
+    on_first_rank(lambda: _make_room(aside, final), doing=_WRITE)
     state = sharded_state(stage)
-    state[_PAYLOAD] = payload
+    state[SESSION] = payload
     state["random"] = _ranked(random_state())
     with kept_in_process():
         dist_checkpointing.save(state, str(aside))
@@ -54,7 +56,7 @@ def save_session(stage: Stage, path: str, payload: dict[str, Any], facts: Facts)
         sync_file(aside / name)
     tables: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(tables, checksum_files(aside, own))
-    _on_first_rank(lambda: _publish(aside, final, facts, tables))
+    on_first_rank(lambda: _publish(aside, final, facts, tables), doing=_WRITE)
 
 
 def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = True) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def load_session(stage: Stage, path: str, plan: Any, *, other_worlds: bool = Tru
         CheckpointError: it is not a checkpoint, or its tensors are not those of this model.
     """
     if _is_checkpoint(Path(path)):
-        _on_first_rank(lambda: _refuse_damaged(Path(path)))
+        on_first_rank(lambda: _refuse_damaged(Path(path)), doing="read the checkpoint")
     saved = read_payload(path)
     ranks = saved["parallel_plan"]["world_size"]
     if ranks != plan.world_size and not other_worlds:
@@ -110,9 +112,9 @@ def read_payload(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a Megatron dist-checkpoint (it has no metadata.json)")
     with safe_loading():
         common = dist_checkpointing.load_common_state_dict(path)
-    if _PAYLOAD not in common:
+    if SESSION not in common:
         raise CheckpointError(f"{path} was not written by a session of mixle-megatron: it has no step clock")
-    return common[_PAYLOAD]
+    return common[SESSION]
 
 
 def _refuse_damaged(folder: Path) -> None:
@@ -154,21 +156,6 @@ def restore_loss_scale(optimizer: Any, state: dict[str, Any] | None) -> None:
 
 def _ranked(value: Any) -> ShardedObject:
     return ShardedObject("random", value, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def _on_first_rank(action: Any) -> None:
-    """Run ``action`` on global rank 0; every rank goes on after it, or raises what it raised."""
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            failure = [f"cannot write the checkpoint: {error}"]
-        except CheckpointError as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise CheckpointError(failure[0])
 
 
 def _make_room(aside: Path, final: Path) -> None:

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from mixle_megatron.checkpoint.portable_names import natural_order, stacked
+from mixle_megatron.checkpoint.portable_names import OPTIMIZER, natural_order, stacked
 from mixle_megatron.errors import CheckpointError
 
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 _MAIN_VALUE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
@@ -61,7 +60,7 @@ class StoredTensors:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self.has_optimizer = any(map(_OPTIMIZER.fullmatch, stored))
+        self.has_optimizer = any(map(OPTIMIZER.match, stored))
         found = sorted(_tensors_of(stored), key=lambda tensor: natural_order(tensor.name))
         self.tensors = {tensor.name: tensor for tensor in found}
 
@@ -122,7 +121,7 @@ class _Into(DefaultLoadPlanner):
 def _tensors_of(stored: dict[str, Any]) -> Iterator[ModelTensor]:
     main_values = {match[1]: key for key in stored if (match := _MAIN_VALUE.fullmatch(key))}
     for key in stored:
-        if _OPTIMIZER.fullmatch(key):
+        if OPTIMIZER.match(key):
             continue
         source = main_values.get(key, key)
         entry = stored[source]

@@ -18,8 +18,7 @@ from mixle_megatron.callers_groups import module_group_faults, position_in
 from mixle_megatron.errors import Fault, refuse_if_any
 from mixle_megatron.megatron_names import model_parallel_arguments
 from mixle_megatron.models.experts import mark_experts
-from mixle_megatron.models.placement import PlacedParameter
-from mixle_megatron.models.provider import SessionTerms
+from mixle_megatron.models.provider import ModelProvider, SessionTerms
 from mixle_megatron.models.release import is_wrapped
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.process_groups import MegatronGroups
@@ -64,7 +63,7 @@ def is_built(module: Any) -> bool:
     return offers and isinstance(getattr(module, "config", None), TransformerConfig)
 
 
-class BuiltModule:
+class BuiltModule(ModelProvider):
     """A stage that exists: a ModelProvider of this one module, for one session.
 
     The session trains the module itself, and no copy, and begins without the gradients that the
@@ -185,10 +184,6 @@ class BuiltModule:
         if found:
             rule = f"is not the session's {device}"
             yield Fault("module.device", ", ".join(sorted(found)), rule, "move the module, or pass device=")
-
-    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """The parameter as it is: the caller's module is the stage."""
-        return placed
 
     def give_back(self, stage: Any) -> torch.nn.Module:
         """The same module, trained."""

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mixle_megatron.errors import Fault
 from mixle_megatron.models.built_module import sizes_of
 from mixle_megatron.models.initialisation import Initialisation, initialise
-from mixle_megatron.models.placement import PlacedParameter
-from mixle_megatron.models.provider import SessionTerms
+from mixle_megatron.models.provider import ModelProvider, SessionTerms
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.translate import Host, activation_function
@@ -23,7 +22,7 @@ StageFunction = Callable[[TransformerConfig, MegatronGroups, Host], torch.nn.Mod
 
 
 @dataclass(frozen=True)
-class CallableProvider:
+class CallableProvider(ModelProvider):
     """A ModelProvider made of one function, and of what ``prepare`` judges before it calls it.
 
     Attributes:
@@ -72,18 +71,6 @@ class CallableProvider:
             drawn = Initialisation(self.seed, config.init_method_std, config.num_layers)
             initialise(stage, drawn, self.dimensions(config.tensor_model_parallel_size), groups)
         return stage
-
-    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """The parameter as it is: the caller has no other module than the stage."""
-        return placed
-
-    def give_back(self, stage: Any) -> torch.nn.Module:
-        """The trained stage."""
-        return stage.module
-
-    def untouched(self, stage: Any) -> torch.nn.Module:
-        """The stage as a failed session left it."""
-        return stage.module
 
     def _config(self) -> TransformerConfig:
         """Megatron's config of the model alone, on one rank."""

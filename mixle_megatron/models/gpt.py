@@ -18,8 +18,7 @@ from mixle_megatron.errors import Fault
 from mixle_megatron.models.decoder_spec import decoder_spec, prediction_spec
 from mixle_megatron.models.experts import mark_experts
 from mixle_megatron.models.initialisation import Initialisation, initialise
-from mixle_megatron.models.placement import PlacedParameter
-from mixle_megatron.models.provider import SessionTerms
+from mixle_megatron.models.provider import ModelProvider, SessionTerms
 from mixle_megatron.models.vocabulary import exclude_padding_from_softmax
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.rules import recompute_faults
@@ -47,7 +46,7 @@ _TRANSFORMER_FIELDS = (
 
 
 @dataclass(frozen=True)
-class GPT:
+class GPT(ModelProvider):
     """A GPT that any plan can build.
 
     The same seed gives the same model under every plan: each parameter is drawn from the seed and
@@ -121,18 +120,6 @@ class GPT:
         stage = build_gpt_stage(config, self.model, sizes, groups, host)
         initialise(stage, self.initialisation, sizes, groups)
         return stage
-
-    def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """The parameter as it is: the caller's module is Megatron's."""
-        return placed
-
-    def give_back(self, stage: Any) -> torch.nn.Module:
-        """The trained stage: there is no other module of this model."""
-        return stage.module
-
-    def untouched(self, stage: Any) -> torch.nn.Module:
-        """The stage as a failed session left it."""
-        return stage.module
 
 
 def build_gpt_stage(

@@ -83,23 +83,23 @@ class ModelProvider(Protocol):
         ...
 
     def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
-        """A parameter of the stage as the caller's module has it; the same where that is the stage.
+        """A parameter of the stage as the caller's module has it; by default the caller's is the stage.
 
         Asked for each parameter of the whole model when the session opens, for its layouts.
         """
-        ...
+        return placed
 
     def give_back(self, stage: Any) -> torch.nn.Module:
-        """The module that the caller has after a session: the trained one.
+        """The module that the caller has after a session, the trained one: by default the stage.
 
         Called by ``close`` on every rank at once, so that it may be collective.
         """
-        ...
+        return stage.module
 
     def untouched(self, stage: Any) -> torch.nn.Module:
         """The module that the caller has after a session that failed, without any collective.
 
-        Other ranks may be gone. It is the caller's own module as it was at ``prepare``, or the stage
-        where there is no other.
+        Other ranks may be gone. It is the caller's own module as it was at ``prepare``; by default
+        there is no other than the stage, as that session left it.
         """
-        ...
+        return stage.module

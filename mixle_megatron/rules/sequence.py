@@ -14,18 +14,16 @@ def sequence_multiple(plan: Any) -> int:
     return lcm(2 * plan.cp, plan.cp * plan.tp) if plan.cp > 1 else plan.tp
 
 
-def sequence_faults(
-    plan: Any, sequence: int, *, name: str = "model.seq_length", prefix: str = "plan"
-) -> list[Fault]:
-    """Whether ``sequence`` tokens can be split over cp, in zigzag order, and over tp."""
+def sequence_faults(plan: Any, sequence: int) -> list[Fault]:
+    """Whether a batch's ``sequence`` tokens can be split over cp, in zigzag order, and over tp."""
     multiple = sequence_multiple(plan)
     if sequence % multiple == 0:
         return []
     if plan.cp == 1:
-        rule = f"is not divisible by {prefix}.tp={plan.tp}, over which sequences are split"
+        rule = f"is not divisible by plan.tp={plan.tp}, over which sequences are split"
     else:
         rule = (
-            f"is not divisible by {multiple}, the least common multiple of 2 · {prefix}.cp={2 * plan.cp} "
-            f"and {prefix}.cp · {prefix}.tp={plan.cp * plan.tp}, over which sequences are split"
+            f"is not divisible by {multiple}, the least common multiple of 2 · plan.cp={2 * plan.cp} "
+            f"and plan.cp · plan.tp={plan.cp * plan.tp}, over which sequences are split"
         )
-    return [Fault(name, sequence, rule, f"use {listed(multiples_around(sequence, multiple))}")]
+    return [Fault("sequence", sequence, rule, f"use {listed(multiples_around(sequence, multiple))}")]

@@ -19,11 +19,10 @@ from mixle_megatron.training.joining import is_one_of_many, join
 from mixle_megatron.training.launch import launch_local_ranks
 from mixle_megatron.training.progress import ReadingProgress
 from mixle_megatron.training.quiet import quieten
-from mixle_megatron.training.run_directory import RunDirectory, continued, resume_faults
+from mixle_megatron.training.run_directory import RunDirectory, continued, data_cache, resume_faults
 from mixle_megatron.training.signals import StopRequest
 
 DONE, FAILED, STOPPED_EARLY = 0, 1, 3
-_DATA_CACHE = ".data"
 _HELD = "MIXLE_MEGATRON_RUN"
 """Tells local ranks that their launcher holds the run's folder."""
 
@@ -107,7 +106,7 @@ def _streams(config: Config) -> Any:
             config.data,
             seq_length=config.model.seq_length,
             seed=config.run.seed,
-            cache_dir=Path(config.run.dir).expanduser() / _DATA_CACHE,
+            cache_dir=data_cache(config),
             progress=progress,
         )
 

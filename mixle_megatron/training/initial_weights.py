@@ -26,11 +26,11 @@ from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.rules import verdict
 from mixle_megatron.session import MegatronSession
-from mixle_megatron.training.run_directory import RunDirectory
+from mixle_megatron.training.run_directory import RunDirectory, data_cache
 
 _SEED = 1234
-_CONFIG, _CHECKPOINTS, _DATA_CACHE = "config.yaml", "checkpoints", ".data"
-"""Names that a run's folder and its neighbour have (:mod:`mixle_megatron.training.run_directory`)."""
+_CONFIG = "config.yaml"
+"""The config in a run's folder (:mod:`mixle_megatron.training.run_directory`)."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _described(weights: WeightSource) -> ModelSection:
 
 
 def _run_faults(directory: RunDirectory) -> list[Fault]:
-    steps = steps_in(directory.path / _CHECKPOINTS)
+    steps = steps_in(directory.checkpoints)
     if not steps:
         return []
     rule = f"has checkpoints already, the newest of step {steps[-1]}"
@@ -166,7 +166,7 @@ def _first_position(config: Config) -> dict[str, Any]:
         config.data,
         seq_length=config.model.seq_length,
         seed=config.run.seed,
-        cache_dir=Path(config.run.dir).expanduser() / _DATA_CACHE,
+        cache_dir=data_cache(config),
     )
     rows = config.batch.global_batch_size
     loader = GlobalBatchLoader(

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mixle_megatron.backend import MegatronBackend
+from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
 from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
-from mixle_megatron.errors import CheckpointError, SessionError
+from mixle_megatron.errors import SessionError
 from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
@@ -147,20 +148,11 @@ class PretrainingRun:
 
     def _newest_step(self) -> int | None:
         """The step that every rank goes on from; one of them looks, and says what it set aside."""
-        found: list[Any] = [None, None]
+        step, warnings = on_first_rank(self._directory.settle, doing="find the newest checkpoint")
         if self._session.is_logging_rank:
-            try:
-                step, warnings = self._directory.settle()
-            except (CheckpointError, OSError) as error:
-                found = [None, str(error)]
-            else:
-                found = [step, None]
-                for warning in warnings:
-                    print(f"warning: {warning}", file=sys.stderr)
-        dist.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise CheckpointError(found[1])
-        return found[0]
+            for warning in warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        return step
 
     def _train(self) -> str | None:
         """Commit updates until run.steps; return the name of the signal that ended it before."""
@@ -224,12 +216,14 @@ class PretrainingRun:
         with self._progress.pause():
             path = self._directory.checkpoint(step)
             self._session.save_checkpoint(str(path), loader_state=self._loader.state_dict())
-            if self._session.is_logging_rank:
-                kept = self._config.checkpoint
-                self._directory.announce(step)
-                self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
+            on_first_rank(lambda: self._announce(step), doing="announce the checkpoint")
         self._saved_step = step
         self._progress.say(f"step {step}  checkpoint {path}")
+
+    def _announce(self, step: int) -> None:
+        kept = self._config.checkpoint
+        self._directory.announce(step)
+        self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
 
     def _checkpoint(self) -> Path | None:
         return None if self._saved_step is None else self._directory.checkpoint(self._saved_step)

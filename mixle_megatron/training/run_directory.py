@@ -3,27 +3,30 @@
 ``config.yaml`` is the resolved config, ``receipts.jsonl`` holds each committed step once and in
 order, ``evaluations.jsonl`` the losses of held-out text, ``checkpoints/`` Megatron-LM's layout
 (``iter_0000100/`` and ``latest_checkpointed_iteration.txt``), and ``stopped.json`` says that the run
-ended early. Only the logging rank writes; every rank reads.
+ended early. Only the logging rank writes; every rank reads. Judging checkpoints takes torch, which is
+loaded only where that is done: the process that launches ranks does without.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mixle_megatron.checkpoint.completeness import damage
 from mixle_megatron.checkpoint.durable import delete_old, recover_all, write_text
 from mixle_megatron.checkpoint.iterations import TRACKER, iteration_name, named_by_tracker, steps_in
-from mixle_megatron.checkpoint.newest import find_newest, settle
 from mixle_megatron.config.schema import Config, effective_config
 from mixle_megatron.errors import CheckpointError, Fault
 
 _FIXED = ("model", "data", "optimizer", "run.seed", "batch.global_batch_size")
+
+
+def data_cache(config: Config) -> Path:
+    """Where the tokens of all runs in a ``run.dir`` lie."""
+    return Path(config.run.dir).expanduser() / ".data"
 
 
 class RunDirectory:
@@ -34,6 +37,7 @@ class RunDirectory:
         receipts: committed receipts, one JSON object a line.
         evaluations: evaluations, one JSON object a line.
         stopped: present where the run was asked to stop before its end.
+        checkpoints: the folder of its checkpoints.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,7 +46,7 @@ class RunDirectory:
         self.evaluations = self.path / "evaluations.jsonl"
         self.stopped = self.path / "stopped.json"
         self._config = self.path / "config.yaml"
-        self._checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / "checkpoints"
 
     # What is there
 
@@ -51,18 +55,18 @@ class RunDirectory:
 
         Which checkpoint a run goes on from, :meth:`settle` decides.
         """
-        named = named_by_tracker(self._checkpoints)
+        named = named_by_tracker(self.checkpoints)
         if named is None or not named.isdigit() or not self.checkpoint(int(named)).is_dir():
             return None
         return int(named)
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
-        return self._checkpoints / iteration_name(step)
+        return self.checkpoints / iteration_name(step)
 
     def stored_values(self) -> dict[str, Any] | None:
         """The resolved config of the run so far, as plain data; None where nothing can be gone on from."""
-        if not steps_in(self._checkpoints) or not self._config.exists():
+        if not steps_in(self.checkpoints) or not self._config.exists():
             return None
         return yaml.safe_load(self._config.read_text(encoding="utf-8"))
 
@@ -70,11 +74,11 @@ class RunDirectory:
 
     def start(self, config: Config, step: int) -> None:
         """Write the config, and cut receipts and evaluations past the step that the run goes on from."""
-        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
         values = effective_config(config).model_dump(mode="json")
-        _write(self._config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        write_text(self._config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         for lines in (self.receipts, self.evaluations):
-            _write(lines, "".join(line for line in _lines(lines) if _step(line) <= step))
+            write_text(lines, "".join(line for line in _lines(lines) if _step(line) <= step))
         self.stopped.unlink(missing_ok=True)
 
     def settle(self) -> tuple[int | None, list[str]]:
@@ -86,9 +90,11 @@ class RunDirectory:
         Raises:
             CheckpointError: there are checkpoints, and none is whole.
         """
-        recover_all(self._checkpoints)
-        choice = find_newest(self._checkpoints)
-        return choice.step, settle(self._checkpoints, choice)
+        from mixle_megatron.checkpoint.newest import find_newest, settle
+
+        recover_all(self.checkpoints)
+        choice = find_newest(self.checkpoints)
+        return choice.step, settle(self.checkpoints, choice)
 
     def announce(self, step: int) -> None:
         """Verify the checkpoint of ``step``, and name it as the one to go on from.
@@ -96,10 +102,12 @@ class RunDirectory:
         Raises:
             CheckpointError: it is not as its manifest has it.
         """
+        from mixle_megatron.checkpoint.completeness import damage
+
         found = damage(self.checkpoint(step), checksums=True, needs_manifest=True)
         if found:
             raise CheckpointError(f"{self.checkpoint(step)}: " + "; ".join(map(str, found)))
-        write_text(self._checkpoints / TRACKER, str(step))
+        write_text(self.checkpoints / TRACKER, str(step))
 
     def delete_old(self, announced: int, *, keep: int, keep_every: int) -> None:
         """Delete whole checkpoints older than the ``announced`` one.
@@ -109,11 +117,11 @@ class RunDirectory:
             keep: how many of the newest stay.
             keep_every: those whose step is a multiple of it stay too; 0 for none.
         """
-        delete_old(self._checkpoints, announced, _is_whole, keep=keep, keep_every=keep_every)
+        delete_old(self.checkpoints, announced, _is_whole, keep=keep, keep_every=keep_every)
 
     def write_stopped(self, values: Mapping[str, Any]) -> None:
         """Say that the run ended early, for whoever starts it again."""
-        _write(self.stopped, json.dumps(dict(values)) + "\n")
+        write_text(self.stopped, json.dumps(dict(values)) + "\n")
 
 
 def continued(config: Config, stored: Mapping[str, Any]) -> Config:
@@ -165,14 +173,6 @@ def _step(line: str) -> float:
 
 
 def _is_whole(folder: Path) -> bool:
+    from mixle_megatron.checkpoint.completeness import damage
+
     return not damage(folder, checksums=False, needs_manifest=False)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file by ``text`` at once: a reader sees the old one or the new one whole."""
-    aside = path.with_name(path.name + ".writing")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
