@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from mixle_megatron.optimizer_shards import TORCH_ADAMS
 from mixle_megatron.process_groups import MegatronGroups
 
 _ADAM_ONLY = set(torch.optim.AdamW([torch.zeros(1)]).defaults) - set(
@@ -31,7 +32,10 @@ def build_optimizer(
     around adam, and the base optimizer is exchanged before it has any state.
     """
     if config.optimizer != "sgd":
-        return _distributed(config, chunks, groups, decays_vectors)
+        optimizer = _distributed(config, chunks, groups, decays_vectors)
+        for part in optimizer.chained_optimizers:
+            _update_in_one_call(part.optimizer)
+        return optimizer
     optimizer = _distributed(dataclasses.replace(config, optimizer="adam"), chunks, groups, decays_vectors)
     for part in optimizer.chained_optimizers:
         part.config = config
@@ -52,6 +56,16 @@ def _distributed(
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
+
+
+def _update_in_one_call(optimizer: Any) -> None:
+    """Have torch's adam update each parameter in one kernel, where Megatron found no fused adam itself.
+
+    Megatron passes torch no such choice, and torch's default on a CPU is a dozen calls a parameter.
+    """
+    if isinstance(optimizer, TORCH_ADAMS):
+        for group in optimizer.param_groups:
+            group["foreach"], group["fused"] = False, True
 
 
 def _sgd_over(param_groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.SGD:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mixle_megatron.host import stand_ins, unequal_parts
+from mixle_megatron.host import shorter_paths, stand_ins, unequal_parts
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Redirection:
     Attributes:
         owner: dotted name of the module or class that holds the attribute.
         name: the attribute; None is given to ``make`` where a version of Megatron does not have it.
-        reason: why Megatron-Core does not run on a CPU without it.
+        reason: why Megatron-Core does not run on a CPU without it, or runs slowly.
         make: from the original attribute to the stand-in.
     """
 
@@ -165,5 +165,70 @@ REDIRECTIONS: tuple[Redirection, ...] = (
         "type",
         "the optimizers and gradient clipping compare it with 'torch.cuda.FloatTensor'",
         stand_ins.type_named_as_cuda,
+    ),
+    *(
+        Redirection(owner, name, f"speed: {reason}", make)
+        for owner, name, reason, make in (
+            (
+                "megatron.core.tensor_parallel.layers",
+                "linear_with_grad_accumulation_and_async_allreduce",
+                "its autograd function exists to overlap and to accumulate by an extension",
+                shorter_paths.linear_in_one_call,
+            ),
+            (
+                "megatron.core.tensor_parallel",
+                "vocab_parallel_cross_entropy",
+                "it takes ten passes over the logits for what other ranks might have",
+                shorter_paths.cross_entropy_in_one_call,
+            ),
+            (
+                "megatron.core.tensor_parallel.layers",
+                "copy_to_tensor_model_parallel_region",
+                "a group of one has nothing to exchange, forward or backward",
+                shorter_paths.unless_alone,
+            ),
+            (
+                "megatron.core.tensor_parallel.layers",
+                "reduce_from_tensor_model_parallel_region",
+                "likewise",
+                shorter_paths.unless_alone,
+            ),
+            (
+                "torch.distributed",
+                "all_reduce",
+                "gloo wakes a thread to sum what a group of one has, once for every norm and count",
+                shorter_paths.all_reduce_unless_alone,
+            ),
+            (
+                "megatron.core.distributed.param_and_grad_buffer",
+                "dist_all_gather_func",
+                "gloo copies the parameters of a group of one onto themselves",
+                shorter_paths.all_gather_unless_alone,
+            ),
+            (
+                "megatron.core.distributed.param_and_grad_buffer",
+                "dist_reduce_scatter_func",
+                "likewise its gradients",
+                shorter_paths.reduce_scatter_unless_alone,
+            ),
+            (
+                "megatron.core.optimizer.clip_grads",
+                "l2_norm_impl",
+                "without apex it takes a call for each gradient, and a number out of each result",
+                shorter_paths.norm_of_all,
+            ),
+            (
+                "megatron.core.optimizer.optimizer",
+                "clip_grad_by_total_norm_fp32",
+                "no clipping is an infinite norm here, for which it goes through every gradient",
+                shorter_paths.clipped_where_finite,
+            ),
+            (
+                "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+                "_copy_main_params_to_model_params",
+                "in fp32 the main parameters are the parameters, and would be copied onto themselves",
+                shorter_paths.copies_between_memories,
+            ),
+        )
     ),
 )

@@ -108,7 +108,8 @@ class TorchAttention(MegatronModule):
         dropout: float,
     ) -> torch.Tensor:
         """``[sequence, batch, heads, width]``; causal over the same tokens where no mask is given."""
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        # torch's kernel for CPUs reads each head's tokens one after another: worth a copy.
+        query, key, value = (tensor.permute(1, 2, 0, 3).contiguous() for tensor in (query, key, value))
         context = scaled_dot_product_attention(
             query,
             key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -10,11 +11,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mixle_megatron.layers.attention import TorchAttention
 from mixle_megatron.layers.latent_attention import TorchLatentAttention
+from mixle_megatron.layers.linear import TorchColumnParallelLinear, TorchRowParallelLinear
 from mixle_megatron.layers.norm import TorchNorm
 from mixle_megatron.process_groups import MegatronGroups
 from mixle_megatron.translate import Host
@@ -58,7 +61,7 @@ def prediction_spec(config: Any, decoder: Any, groups: MegatronGroups, host: Hos
 
 
 def torch_layer_spec(config: Any) -> ModuleSpec:
-    """One dense layer of Megatron's local kind with torch norms and attention in place of its own."""
+    """One dense layer of Megatron's local kind with torch layers in place of its own."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     _with_torch_layers(spec)
     return spec
@@ -71,6 +74,16 @@ def _with_torch_layers(spec: ModuleSpec) -> None:
     layer.input_layernorm = TorchNorm
     layer.pre_mlp_layernorm = TorchNorm
     attention.core_attention = TorchAttention
+    attention.linear_proj = TorchRowParallelLinear
+    dense = _dense_submodules(layer.mlp)
+    if dense is not None:
+        dense.linear_fc1, dense.linear_fc2 = TorchColumnParallelLinear, TorchRowParallelLinear
     for name in _HEAD_NORMS:
         if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
             setattr(attention, name, TorchNorm)
+
+
+def _dense_submodules(mlp: Any) -> MLPSubmodules | None:
+    """What a dense layer's MLP is made of, whether this Megatron has a spec of it or a partial call."""
+    submodules = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
+    return submodules if isinstance(submodules, MLPSubmodules) else None
