@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 from torch.testing import assert_close
 
-from mixle_megatron.host import cpu_runtime, shorter_paths
+from mixle_megatron.host import cpu_runtime, shorter_exchanges, shorter_paths
 
 
 def gradients(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -119,26 +120,58 @@ def exchanges() -> dict[str, Any]:
     """Sums and gathers in a group of this rank alone and in the group of both."""
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(2)][rank]
-    both = dist.group.WORLD
-    reduce = shorter_paths.all_reduce_unless_alone(dist.all_reduce)
-    gather = shorter_paths.all_gather_unless_alone(dist.all_gather_into_tensor)
-    scatter = shorter_paths.reduce_scatter_unless_alone(dist.reduce_scatter_tensor)
-    own, summed = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0)
+    reduce = shorter_exchanges.all_reduce_in_one_round(dist.all_reduce)
+    gather = shorter_exchanges.all_gather_unless_alone(dist.all_gather_into_tensor)
+    scatter = shorter_exchanges.reduce_scatter_by_parts(dist.reduce_scatter_tensor)
+    own, whole, elsewhere, part = (torch.full((2,), rank + 1.0) for _ in range(4))
     reduce(own, group=alone)
-    reduce(summed, group=both)
-    whole = torch.full((2,), rank + 1.0)
     gather(whole, whole, group=alone)
-    gathered, part, elsewhere = torch.zeros(2), torch.zeros(1), torch.zeros(2)
-    gather(gathered, torch.full((1,), rank + 1.0), group=both)
-    scatter(part, torch.full((2,), rank + 1.0), op=dist.ReduceOp.SUM, group=both)
-    gather(elsewhere, whole, group=alone)
-    found = {"own": own, "whole": whole, "summed": summed, "gathered": gathered, "part": part}
-    return {name: tensor.tolist() for name, tensor in (found | {"elsewhere": elsewhere}).items()}
+    gather(elsewhere, own, group=alone)
+    scatter(part, own, group=alone)
+    gathered = torch.zeros(2)
+    gather(gathered, torch.full((1,), rank + 1.0), group=dist.group.WORLD)
+    found = {"own": own, "whole": whole, "elsewhere": elsewhere, "part": part, "gathered": gathered}
+    return {name: tensor.tolist() for name, tensor in found.items()}
 
 
-def test_a_group_of_one_keeps_what_it_has_and_others_exchange(run_on: Any) -> None:
+def test_a_group_of_one_keeps_what_it_has(run_on: Any) -> None:
     for rank, found in enumerate(run_on(2, exchanges)):
-        mine = [rank + 1.0] * 2
-        assert found["own"] == found["whole"] == found["elsewhere"] == mine
-        assert found["summed"] == [3.0, 3.0]
-        assert (found["gathered"], found["part"]) == ([1.0, 2.0], [3.0])
+        assert found.pop("gathered") == [1.0, 2.0]
+        assert set(map(tuple, found.values())) == {(rank + 1.0, rank + 1.0)}
+
+
+def both_ways(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What gloo and its stand-ins make of random tensors, of one shape and kind on all ranks."""
+    draw, own = random.Random(seed), torch.Generator().manual_seed(seed * 10 + dist.get_rank())
+    ranks = dist.get_world_size()
+    reduce = shorter_exchanges.all_reduce_in_one_round(dist.all_reduce)
+    scatter = shorter_exchanges.reduce_scatter_by_parts(dist.reduce_scatter_tensor)
+    pairs = []
+    for _ in range(30):
+        shape = [
+            draw.choice([1, 2, 3, 200]) * ranks,
+            *(draw.randint(1, 40) for _ in range(draw.randint(0, 2))),
+        ]
+        dtype = draw.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16])
+        operation = draw.choice([dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN])
+        values = (torch.randn(shape, generator=own) * 100).to(dtype)
+        gloos, ours = values.clone(), values.clone()
+        dist.all_reduce(gloos, op=operation)
+        reduce(ours, op=operation)
+        pairs.append((gloos, ours))
+        gloos, ours = (torch.empty(shape[0] // ranks, *shape[1:], dtype=dtype) for _ in range(2))
+        dist.reduce_scatter_tensor(gloos, values.clone())
+        scatter(ours, values)
+        pairs.append((gloos, ours))
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_are_gloos(run_on: Any, ranks: int) -> None:
+    everywhere = run_on(ranks, both_ways, ranks)
+    for pairs in everywhere:
+        for gloos, ours in pairs:
+            rough = gloos.dtype is torch.bfloat16
+            assert_close(ours, gloos, rtol=2e-2 if rough else 1e-5, atol=4.0 if rough else 1e-3)
+    for reduced in zip(*(pairs[::2] for pairs in everywhere), strict=True):
+        assert all(torch.equal(ours, reduced[0][1]) for _gloos, ours in reduced)

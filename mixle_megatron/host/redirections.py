@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mixle_megatron.host import shorter_paths, stand_ins, unequal_parts
+from mixle_megatron.host import shorter_exchanges, shorter_paths, stand_ins, unequal_parts
 
 
 @dataclass(frozen=True)
@@ -185,31 +185,44 @@ REDIRECTIONS: tuple[Redirection, ...] = (
                 "megatron.core.tensor_parallel.layers",
                 "copy_to_tensor_model_parallel_region",
                 "a group of one has nothing to exchange, forward or backward",
-                shorter_paths.unless_alone,
+                shorter_exchanges.unless_alone,
             ),
             (
                 "megatron.core.tensor_parallel.layers",
                 "reduce_from_tensor_model_parallel_region",
                 "likewise",
-                shorter_paths.unless_alone,
+                shorter_exchanges.unless_alone,
             ),
             (
                 "torch.distributed",
                 "all_reduce",
-                "gloo wakes a thread to sum what a group of one has, once for every norm and count",
-                shorter_paths.all_reduce_unless_alone,
+                "gloo reduces a few numbers in as many rounds as many, even those of a group of one",
+                shorter_exchanges.all_reduce_in_one_round,
+            ),
+            *(
+                (
+                    owner,
+                    name,
+                    "gloo scatters a sum by computing all of it on every rank",
+                    shorter_exchanges.reduce_scatter_by_parts,
+                )
+                for owner, name in (
+                    ("torch.distributed", "reduce_scatter_tensor"),
+                    ("megatron.core.tensor_parallel.mappings", "dist_reduce_scatter_func"),
+                    ("megatron.core.distributed.param_and_grad_buffer", "dist_reduce_scatter_func"),
+                )
+            ),
+            (
+                "megatron.core.tensor_parallel.layers",
+                "dist_reduce_scatter_func",
+                "likewise, and what would overlap with it has no other processor",
+                shorter_exchanges.reduce_scatter_at_once,
             ),
             (
                 "megatron.core.distributed.param_and_grad_buffer",
                 "dist_all_gather_func",
                 "gloo copies the parameters of a group of one onto themselves",
-                shorter_paths.all_gather_unless_alone,
-            ),
-            (
-                "megatron.core.distributed.param_and_grad_buffer",
-                "dist_reduce_scatter_func",
-                "likewise its gradients",
-                shorter_paths.reduce_scatter_unless_alone,
+                shorter_exchanges.all_gather_unless_alone,
             ),
             (
                 "megatron.core.optimizer.clip_grads",

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
 
@@ -71,63 +70,6 @@ def cross_entropy_in_one_call(original: Callable[..., Any]) -> Callable[..., Any
         return functional.cross_entropy(logits, target.flatten(), reduction="none").view(target.shape)
 
     return cross_entropy
-
-
-def unless_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a tensor and a group that exchanges it, but for a group of one: the tensor itself."""
-
-    @functools.wraps(original)
-    def exchange(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-        if group is not None and group.size() == 1:
-            return tensor
-        return original(tensor, group=group)
-
-    return exchange
-
-
-def all_reduce_unless_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``all_reduce``, but for a group of one, whose sum is what its rank has."""
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if not async_op and dist.get_world_size(group) == 1:
-            return None
-        return original(tensor, op=op, group=group, async_op=async_op)
-
-    return all_reduce
-
-
-def all_gather_unless_alone(_original: Any) -> Callable[..., Any]:
-    """``all_gather_into_tensor``, but for a group of one, whose part is the whole already.
-
-    Megatron gives a view of the output as the input.
-    """
-
-    def all_gather(output: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        if group.size() == 1 and _same_memory(output, part):
-            return None
-        return dist.all_gather_into_tensor(output, part, group=group, async_op=async_op)
-
-    return all_gather
-
-
-def reduce_scatter_unless_alone(_original: Any) -> Callable[..., Any]:
-    """``reduce_scatter_tensor``, but for a group of one, whose sum is its own part."""
-
-    def reduce_scatter(
-        part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool = False
-    ) -> Any:
-        if group.size() == 1 and _same_memory(part, whole):
-            return None
-        return dist.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=async_op)
-
-    return reduce_scatter
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def norm_of_all(_original: Any) -> Callable[..., Any]:
