@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from mixle_megatron.host.redirections import REDIRECTIONS
 
 # What each redirection replaced, newest last, and how many sessions rely on it. The redirections
@@ -28,6 +30,10 @@ def _resolve(dotted: str) -> Any:
 
 
 def _install() -> None:
+    # torch looks its factory functions up once, when it first makes a tensor within torch.device(...):
+    # that has to be here, so that it finds its own and not the stand-ins.
+    with torch.device("cpu"):
+        torch.empty(0)
     # All owners first: importing one may compile functions, which torch cannot do among stand-ins.
     owners = [_resolve(redirection.owner) for redirection in REDIRECTIONS]
     for owner, redirection in zip(owners, REDIRECTIONS, strict=True):
