@@ -195,3 +195,15 @@ def model_parameters(model: ModelDimensions) -> StageParameters:
 def total_parameters(model: ModelDimensions) -> int:
     """The number of them all."""
     return model_parameters(model).total
+
+
+def activated_parameters(model: ModelDimensions) -> int:
+    """Parameters that one token's prediction uses: of routed experts, those that it is sent to.
+
+    The whole embedding and output layer are among them, and prediction layers, which serve training
+    alone, are not: papers count both ways.
+    """
+    held = model_parameters(replace(model, mtp_num_layers=None))
+    if model.num_moe_experts is None:
+        return held.total
+    return held.dense + held.expert * model.moe_router_topk // model.num_moe_experts
