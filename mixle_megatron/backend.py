@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,13 @@ from mixle.utils.parallel.training_contracts import BackendCapabilities, Paralle
 
 from mixle_megatron import host as cpu_host
 from mixle_megatron.callers_groups import parallel_state_faults
-from mixle_megatron.capabilities import CAPABILITIES
+from mixle_megatron.capabilities import CAPABILITIES, capabilities
+from mixle_megatron.capability.refusals import host_faults
+from mixle_megatron.capability.torch_devices import facts_beside_torch
+from mixle_megatron.checkpoint.stored_state import FULLY_RESHARDABLE, OptimizerFormat
 from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
 from mixle_megatron.launch_environment import environment_faults
+from mixle_megatron.loss_scaling import scale_losses
 from mixle_megatron.models.built_module import BuiltModule, is_built
 from mixle_megatron.models.causal_lm import WrappedCausalLM, is_causal_lm
 from mixle_megatron.models.provider import ModelProvider, SessionTerms
@@ -55,6 +59,7 @@ class MegatronBackend:
         seed: int = 1234,
         uneven_batches: bool = True,
         pipeline: PipelineSplit = EVEN,
+        optimizer_format: OptimizerFormat = FULLY_RESHARDABLE,
         **unknown: Any,
     ) -> MegatronSession:
         """Check everything, start the process groups, build this rank's stage and open a session.
@@ -77,6 +82,9 @@ class MegatronBackend:
                 saves an exchange, and lets gradients be reduced during the backward pass on CUDA.
             pipeline: which layers each pipeline stage holds; virtual stages, uneven ones, or Megatron's
                 layout string. By default equally many in one chunk.
+            optimizer_format: how checkpoints of the session hold the optimizer's state:
+                ``fully_reshardable`` loads under every plan; for ``dp_reshardable`` nothing is gathered,
+                and it loads where only ``dp_replicate``, ``dp_shard`` and ``cp`` change.
 
         Raises:
             Refused: something does not fit, with all faults, before any process group is made.
@@ -99,13 +107,19 @@ class MegatronBackend:
         )
         settings, setting_faults = resolve_optimizer(optimizer, lr, max_grad_norm)
         faults += parallel_state_faults(record, experts=dimensions.num_moe_experts is not None)
-        faults += provider.faults(terms) + setting_faults
-        verdict(faults + _not_executed_faults(scheduler, compile))
+        facts = facts_beside_torch(terms.device)
+        faults += provider.faults(terms) + setting_faults + host_faults(precision, terms.device.type, facts)
+        verdict(faults + _not_executed_faults(scheduler, compile) + _format_faults(optimizer_format))
         host = Host.of(terms.device)
         if uneven_batches:
             # A replica that waits for others has no backward pass to reduce in.
             host = dataclasses.replace(host, overlaps_reduction=False)
-        return self._open(provider, plan, host, settings, terms, timeout_minutes, seed, uneven_batches)
+        executed = capabilities(facts)
+        session = self._open(
+            provider, plan, host, settings, terms, timeout_minutes, seed, uneven_batches, executed
+        )
+        session.optimizer_format = optimizer_format
+        return session
 
     def _open(
         self,
@@ -117,6 +131,7 @@ class MegatronBackend:
         timeout_minutes: float,
         seed: int,
         uneven_batches: bool,
+        executed: BackendCapabilities,
     ) -> MegatronSession:
         undo = []
         try:
@@ -127,10 +142,11 @@ class MegatronBackend:
             groups = make_groups(plan, split=terms.split, timeout_minutes=timeout_minutes)
             undo.append(lambda: destroy_groups(groups))
             stage = Stage.build(provider, plan, groups, host, settings, terms.precision, seed, terms.split)
+            scale_losses(stage, terms.precision)
             return MegatronSession(
                 stage,
                 plan=plan,
-                capabilities=self.capabilities,
+                capabilities=executed,
                 provider=provider,
                 device=host.device,
                 precision=terms.precision,
@@ -162,6 +178,13 @@ def _provider_of(module: Any) -> ModelProvider:
     raise Unsupported(
         [Fault("module", type(module).__name__, "is not a model this backend can build", remedy)]
     )
+
+
+def _format_faults(optimizer_format: str) -> list[Fault]:
+    known = get_args(OptimizerFormat)
+    if optimizer_format in known:
+        return []
+    return [Fault("optimizer_format", optimizer_format, f"is not one of {', '.join(known)}")]
 
 
 def _not_executed_faults(scheduler: Any, compile: bool) -> list[Fault]:

@@ -72,6 +72,13 @@ class CheckpointError(MixleMegatronError, RuntimeError):
     """A checkpoint could not be written, or does not fit what it is loaded into."""
 
 
+class DoesNotFit(Refused, CheckpointError):
+    """A checkpoint is not of what it should be loaded into; nothing of that was changed.
+
+    Raised on every rank alike, with one fault for each difference.
+    """
+
+
 class SessionError(MixleMegatronError, RuntimeError):
     """A session was used in a way that its state does not allow (closed, failed, pending)."""
 

@@ -82,11 +82,12 @@ def _megatron(config: Config, plan: PlanRecord) -> dict[str, dict[str, Any]]:
     parallel = megatron_names.parallel_state_arguments(plan, split)
     own = megatron_names.model_parallel_arguments(plan, split)
     own = {name: value for name, value in own.items() if name not in parallel}
+    scale = megatron_names.loss_scale_arguments(settings) if config.precision == "fp16" else {}
     return {
         "initialize_model_parallel": parallel,
         "TransformerConfig": megatron_names.model_arguments(model_dimensions(config)) | own,
         "DistributedDataParallelConfig": megatron_names.distributed_data_parallel_arguments(plan),
-        "OptimizerConfig": _finite(megatron_names.optimizer_arguments(settings)),
+        "OptimizerConfig": _finite(megatron_names.optimizer_arguments(settings)) | scale,
         "OptimizerParamScheduler": megatron_names.scheduler_arguments(settings),
         "forward_backward_func": megatron_names.batch_arguments(plan, batch_dimensions(config)),
     }

@@ -127,6 +127,12 @@ def optimizer_arguments(settings: OptimizerSettings) -> dict[str, Any]:
     }
 
 
+def loss_scale_arguments(settings: OptimizerSettings) -> dict[str, Any]:
+    """fp16's dynamic loss scale as ``OptimizerConfig`` takes it."""
+    names = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    return {"fp16": True, **{name: getattr(settings, name) for name in names}}
+
+
 def scheduler_arguments(settings: OptimizerSettings) -> dict[str, Any]:
     """The schedules as ``OptimizerParamScheduler`` takes them, in committed updates."""
     return {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from typing import Any
 
 import megatron.core
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 
@@ -21,6 +24,20 @@ AUXILIARY_LOSSES_MISS_RANKS = _version() < (0, 19)
 factor tp · cp, over whose ranks its tokens are split: each rank weights the loss by its own tokens and
 not by those of the microbatch (``TopKRouter.attach_and_log_load_balancing_loss`` and ``apply_z_loss``;
 0.19 multiplies by the size of that group)."""
+
+
+ASYNCHRONOUS_SAVE: dict[str, Any] = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    else {}
+)
+"""What ``dist_checkpointing.save`` has to be told to save by Megatron's own means: 0.19 would otherwise
+ask for a package of NVIDIA's (``nvidia-resiliency-ext``) that needs CUDA."""
+
+COMMON_STATE_WRITER: tuple[tuple[Any, str], ...] = (
+    ((common.TorchCommonSaveStrategy, "save_common"),) if hasattr(common, "TorchCommonSaveStrategy") else ()
+)
+"""The method that writes the common state, on the first rank and at once; 0.19 writes it as a shard."""
 
 
 def auxiliary_coefficient(coefficient: float, plan: Any) -> float:

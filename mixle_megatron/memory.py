@@ -11,10 +11,11 @@ from typing import Any
 
 from mixle_megatron.parameter_count import stage_parameters
 from mixle_megatron.pipeline_split import EVEN, PipelineSplit
+from mixle_megatron.precision import EXECUTED, RECIPES
 from mixle_megatron.rules.dimensions import ModelDimensions
 from mixle_megatron.topology import Topology
 
-PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+PARAMETER_BYTES = {name: RECIPES[name].parameter_bytes for name in EXECUTED}
 """Bytes of one model parameter for each precision."""
 
 GRADIENT_BYTES = 4

@@ -9,6 +9,9 @@ from mixle_megatron.errors import Fault
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.rules import schedule_faults
 
+NAME_PREFIX = "megatron_"
+"""How the name of an optimizer begins in receipts and checkpoints."""
+
 _SGD = OptimizerSettings(name="sgd", weight_decay=0.0, sgd_momentum=0.9, clip_grad=0.0, decays_vectors=True)
 BY_NAME = {
     # As mixle's torch_native resolves them: torch.optim's defaults, and momentum 0.9.
@@ -72,4 +75,4 @@ def _unknown(field: str, value: Any) -> Fault:
 
 def optimizer_receipt(settings: OptimizerSettings) -> dict[str, Any]:
     """The optimizer by name, with its settings, as receipts and checkpoints carry it."""
-    return {**dataclasses.asdict(settings), "name": f"megatron_{settings.name}"}
+    return {**dataclasses.asdict(settings), "name": NAME_PREFIX + settings.name}

@@ -12,6 +12,10 @@ class OptimizerSettings:
 
     Steps are committed updates. ``None`` for a weight decay at the start or the end means
     ``weight_decay``. Megatron decays no biases and norms; ``decays_vectors`` does, as torch.optim.
+
+    The loss scale is fp16's. It multiplies the loss summed over the tokens of a microbatch, not their mean,
+    so that it starts and may end far below the scales that are usual for means: with 2,048 tokens 64 is
+    131,072 of a mean.
     """
 
     name: str = "adam"
@@ -33,6 +37,10 @@ class OptimizerSettings:
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     weight_decay_incr_style: str = "constant"
+    initial_loss_scale: float = 64.0
+    min_loss_scale: float = 2.0**-16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
     decays_vectors: bool = False
 
     @classmethod

@@ -1,19 +1,24 @@
-"""The states of the generators that a run draws from (dropout)."""
+"""The states of the generators that a run draws from: dropout, and what the caller's own code uses."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
 
 def random_state() -> dict[str, Any]:
-    """The CPU generator, the device's, and those of Megatron's tracker, by name."""
+    """torch's generators, those of Megatron's tracker, Python's and numpy's, by name; plain values."""
+    kind, keys, *rest = np.random.get_state()
     return {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
     }
 
 
@@ -22,6 +27,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["cpu"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
 
 
 def seed_generators(seed: int, groups: Any) -> None:

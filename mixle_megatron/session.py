@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,13 @@ from mixle.utils.parallel.training_contracts import (
     StepReceipt,
 )
 
+from mixle_megatron.checkpoint.asynchronous import SaveInProgress, Saves
 from mixle_megatron.checkpoint.manifest import Facts
-from mixle_megatron.checkpoint.session_state import load_session, save_session
+from mixle_megatron.checkpoint.payload import given_back, saved_payload
+from mixle_megatron.checkpoint.reading import judge_session
+from mixle_megatron.checkpoint.session_state import restore_session
+from mixle_megatron.checkpoint.stored_state import FULLY_RESHARDABLE, OptimizerFormat
+from mixle_megatron.checkpoint.weights import judge_weights, load_weights
 from mixle_megatron.errors import Fault, SessionError, refuse_if_any
 from mixle_megatron.layouts import parameter_layouts
 from mixle_megatron.microbatches import Batch, as_token_ids, cut, foreign_id_faults
@@ -81,6 +86,8 @@ class MegatronSession:
         precision: ``fp32`` or ``bf16``.
         optimizer: Megatron's optimizer.
         optimizer_receipt: the optimizer's name and settings.
+        optimizer_format: how checkpoints hold the optimizer's state: ``fully_reshardable`` loads under
+            every plan, ``dp_reshardable`` gathers nothing and loads where data parallelism alone changes.
         scheduler: Megatron's schedule of learning rate and weight decay.
         parameter_layouts: where each parameter of the caller's module lies (:mod:`mixle_megatron.layouts`).
         updates: what one update communicates (:mod:`mixle_megatron.updates`).
@@ -107,6 +114,7 @@ class MegatronSession:
         self.device = device
         self.precision = precision
         self.optimizer_receipt = optimizer_receipt
+        self.optimizer_format: OptimizerFormat = FULLY_RESHARDABLE
         self.module = stage.module
         self.optimizer = stage.optimizer
         self.scheduler = stage.scheduler
@@ -114,11 +122,13 @@ class MegatronSession:
         self.stage = stage
         self._provider = provider
         self._dimensions = provider.dimensions(plan.tp)
+        self._tokens = self._dimensions.vocab_size if getattr(provider, "pads_vocabulary", True) else None
         self._on_close = on_close
         self._uneven_batches = uneven_batches
         self._replicas = Replicas(stage.groups, device)
         self._receipts = ReceiptMaker(plan, precision, str(optimizer_receipt["name"]))
         self._pending = PendingUpdate()
+        self._saves = Saves(stage)
         self._last_loss = 0.0
         self._closed = False
         self._failed = False
@@ -179,8 +189,8 @@ class MegatronSession:
         those that go on; the receipt is then that of the update that this replica's last batch is in.
         """
         self._require_open()
+        joined = self._join_others()
         with _failing(self):
-            joined = self._join_others()
             return self._commit() if self._pending.calls else joined
 
     def discard_accumulation(self) -> StepReceipt | None:
@@ -233,16 +243,18 @@ class MegatronSession:
         """
         receipt = None
         while self._uneven_batches and self.data_parallel_size > 1:
-            self._agree(WAITING, None)
-            exchanged = self._replicas.exchange(WAITING)
-            if exchanged.all_are(WAITING):
-                break
-            if self._pending.calls == 0:
-                self.stage.clear_gradients()
-            self._pending = self._pending.add(exchanged.sums, 0.0)
-            if self._pending.calls >= self.plan.gradient_accumulation_steps:
-                committed = self._commit()
-                receipt = receipt if receipt is not None and receipt.local_tokens else committed
+            with _failing(self):
+                self._agree(WAITING, None)
+                exchanged = self._replicas.exchange(WAITING)
+                if exchanged.all_are(WAITING):
+                    break
+                if self._pending.calls == 0:
+                    self.stage.clear_gradients()
+                self._pending = self._pending.add(exchanged.sums, 0.0)
+                if self._pending.calls >= self.plan.gradient_accumulation_steps:
+                    committed = self._commit()
+                    receipt = receipt if receipt is not None and receipt.local_tokens else committed
+            self._saves.raise_failure()  # as the others do in their next call
         return receipt
 
     def reduce_world(self, *values: float) -> tuple[float, ...]:
@@ -258,6 +270,16 @@ class MegatronSession:
         return tuple(value / ranks_of_a_replica for value in self.reduce_world(*values))
 
     def _commit(self) -> StepReceipt:
+        """Commit the update, and then finish a checkpoint that every rank has written meanwhile.
+
+        All ranks come here at once. A checkpoint's failure waits for the next call: the receipt is due.
+        """
+        receipt = self._update()
+        self._saves.poll()
+        self._traffic.take()
+        return receipt
+
+    def _update(self) -> StepReceipt:
         pending = self._pending
         if pending.sums.global_tokens == 0:
             return self._skip("no_supervised_tokens")
@@ -353,77 +375,120 @@ class MegatronSession:
         typed_scheduler_state: Any = None,
         extra: dict[str, Any] | None = None,
         asynchronous: bool = False,
-    ) -> None:
+    ) -> SaveInProgress | None:
         """Write everything that this session resumes from into the folder ``path``.
 
         Args:
             path: a folder that every rank can write; it appears whole or not at all.
-            loader_state: the data loader's position, given back by :meth:`load_checkpoint`.
-            typed_scheduler_state: mixle's typed scheduler state, given back likewise.
-            extra: plain values to keep with it.
-            asynchronous: not executed yet.
+            loader_state: the data loader's position on this rank, given back by :meth:`load_checkpoint`.
+                This and the next two are plain values, arrays and tensors; it may have mixle's ``to_dict``.
+            typed_scheduler_state: mixle's typed scheduler state, of this rank too.
+            extra: what else to keep, equal on all ranks.
+            asynchronous: return as soon as training may go on, and write meanwhile. The checkpoint has
+                its name after a later committed update, or when the next save, load, ``close`` or the
+                returned object's ``wait`` returns; what goes wrong raises CheckpointError in the first
+                call after it is known, on every rank.
+
+        Returns:
+            The save that goes on, if it is asynchronous.
 
         Raises:
             SessionError: gradients are pending, which are not part of a checkpoint.
-            NotImplementedError: ``asynchronous`` is asked for.
+            CheckpointError: it could not be written, or the last one could not; on every rank.
+            TypeError: what is to be kept is more than plain values on some rank; on every rank.
         """
         self._require_open()
         self._join_others()
         self._require_nothing_pending("save_checkpoint()")
-        if asynchronous:
-            raise NotImplementedError("asynchronous=True is not executed by this version; save with False")
-        payload = {
+        state = {
             "step": self.step,
-            "loader_state": loader_state,
-            "typed_scheduler_state": typed_scheduler_state,
-            "extra": {"optimizer_receipt": self.optimizer_receipt, **(extra or {})},
             "last_loss": self._last_loss,
             "parallel_plan": self.plan.as_dict(),
             "precision": self.precision,
         }
+        payload = saved_payload(
+            state,
+            loader_state=loader_state,
+            typed_scheduler_state=typed_scheduler_state,
+            extra={"optimizer_receipt": self.optimizer_receipt, **(extra or {})},
+        )
         facts = Facts(
             step=self.step,
             plan=self.plan.as_dict(),
             model=asdict(self._dimensions),
-            optimizer_format="fully_reshardable",
+            optimizer_format=self.optimizer_format,
             precision=self.precision,
         )
-        save_session(self.stage, path, payload, facts)
+        saving = self._saves.save(path, payload, facts, asynchronous=asynchronous)
         self._traffic.take()
+        return saving
 
-    def load_checkpoint(self, path: str, *, allow_world_size_change: bool = True) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        path: str,
+        *,
+        allow_world_size_change: bool = True,
+        what: Literal["all", "model"] = "all",
+        keep_schedule: bool = False,
+    ) -> dict[str, Any]:
         """Restore parameters, optimizer, schedules, RNG and the step clock from ``path``.
 
         Args:
-            path: a folder that :meth:`save_checkpoint` wrote, under whatever plan.
+            path: a folder that :meth:`save_checkpoint` wrote, under whatever plan; for the model alone,
+                any of Megatron's dist-checkpoints.
             allow_world_size_change: whether another number of ranks may have written it.
+            what: ``model`` for the weights alone, into a session that has made no update: its optimizer,
+                schedules, generators and step clock stay as they are.
+            keep_schedule: go on with the learning rates and weight decay of this session's settings, and
+                not with those of the checkpoint, at its step.
 
         Returns:
-            What was saved beside the tensors: ``step``, ``loader_state``, ``typed_scheduler_state``,
-            ``extra`` and ``parallel_plan``.
+            What mixle's sessions return: ``step``, ``loader_state``, ``typed_scheduler_state``, ``extra``,
+            ``parallel_plan``, ``saved_world_size`` and so on (:mod:`mixle_megatron.checkpoint.payload`);
+            nothing where Megatron alone wrote it.
 
         Raises:
-            CheckpointError: it is not a checkpoint, or does not fit this session.
+            CheckpointError: it is not a checkpoint, or it is damaged.
+            DoesNotFit: it is not of this session's model and optimizer; every difference is named once.
+                After either of these the session is as it was, on every rank.
+            SessionError: gradients are pending, or the weights alone come after an update.
         """
         self._require_open()
         self._require_nothing_pending("load_checkpoint()")
-        payload = load_session(self.stage, path, self.plan, other_worlds=allow_world_size_change)
+        self._saves.finish()
+        if what == "model":
+            return self._load_weights(path)
+        reading = judge_session(
+            self.stage, path, self.plan, tokens=self._tokens, other_worlds=allow_world_size_change
+        )
+        with _failing(self):
+            restored = restore_session(self.stage, reading, keep_schedule=keep_schedule)
         self._traffic.take()
-        self.step = int(payload["step"])
-        self._last_loss = float(payload["last_loss"])
-        return payload
+        self.step = int(reading.payload["step"])
+        self._last_loss = float(reading.payload["last_loss"])
+        return given_back(reading.payload, restored)
+
+    def _load_weights(self, path: str) -> dict[str, Any]:
+        if self.step:
+            raise SessionError("load the weights alone before the first update, which they would undo.")
+        weights = judge_weights(self.stage, path, tokens=self._tokens)
+        with _failing(self):
+            load_weights(self.stage, weights, tokens=self._tokens)
+        self._traffic.take()
+        return given_back(weights.payload, {}) if weights.payload else {}
 
     # Life
 
     def close(self) -> None:
         """End the session: give the trained model back, and the process groups, and the redirections.
 
-        Afterwards ``module`` is the caller's own module with its trained parameters, on every rank.
-        Where the session failed, or an exception is on its way, nothing is exchanged and the module
-        stays as it was.
+        Afterwards ``module`` is the caller's own module with its trained parameters, on every rank, and
+        no checkpoint is still being written. Where the session failed, or an exception is on its way,
+        nothing is exchanged, the module stays as it was, and an unfinished checkpoint is given up.
 
         Raises:
             SessionError: gradients are pending, unless an exception is already on its way.
+            CheckpointError: the last checkpoint could not be written; all else is done as ever.
         """
         if self._closed:
             return
@@ -439,7 +504,10 @@ class MegatronSession:
             if not failed:
                 self._join_others()
             self.module = (self._provider.untouched if failed else self._provider.give_back)(self.stage)
+            if not failed:
+                self._saves.finish()
         finally:
+            self._saves.abandon()
             if self._routing is not None:
                 self._routing.stop()
             self.stage.release()
@@ -457,6 +525,7 @@ class MegatronSession:
             raise SessionError("distributed training session is closed.")
         if self._failed:
             raise SessionError("distributed training session failed in an earlier call; prepare a new one.")
+        self._saves.raise_failure()
 
     def _require_nothing_pending(self, call: str) -> None:
         if self._pending.calls:

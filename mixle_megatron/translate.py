@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from mixle_megatron.megatron_names import (
     distributed_data_parallel_arguments,
+    loss_scale_arguments,
     model_parallel_arguments,
     optimizer_arguments,
     scheduler_arguments,
@@ -27,7 +28,7 @@ from mixle_megatron.megatron_versions import auxiliary_coefficient
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 
-PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of model parameters and activations for each precision that is executed."""
 
 ACTIVATIONS = {
@@ -110,6 +111,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         # Between two stages the transfers of interleaved chunks in both directions would be matched
         # wrongly in one batch, on any backend; Megatron-LM does the same.
         "overlap_p2p_comm": split.chunks(plan.pp) > 1,
@@ -170,6 +172,7 @@ def optimizer_config(settings: OptimizerSettings, *, precision: str) -> Optimize
     """Megatron's OptimizerConfig."""
     return OptimizerConfig(
         **optimizer_arguments(settings),
+        **(loss_scale_arguments(settings) if precision == "fp16" else {}),
         bf16=precision == "bf16",
         params_dtype=PARAMETER_DTYPES[precision],
     )

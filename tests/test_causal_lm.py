@@ -216,10 +216,13 @@ def test_mup_and_gradient_checkpointing_train_as_mixles(run_on: Any, kind: str) 
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def test_bf16_trains_and_gives_fp32_back(run_on: Any, native: dict[str, Any]) -> None:
-    result = run_on(2, fit, "megatron", {"dp_shard": 2}, {"precision": "bf16"})[0]
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.002)])
+def test_half_precisions_train_and_give_fp32_back(
+    run_on: Any, native: dict[str, Any], precision: str, tolerance: float
+) -> None:
+    result = run_on(2, fit, "megatron", {"dp_shard": 2}, {"precision": precision})[0]
     assert {parameter.dtype for parameter in result["parameters"].values()} == {torch.float32}
-    assert result["losses"] == pytest.approx(native["losses"], rel=0.02)
+    assert result["losses"] == pytest.approx(native["losses"], rel=tolerance)
     assert result["losses"] != native["losses"]
 
 

@@ -271,7 +271,9 @@ def load_both_ways(folder: str) -> None:
         safely = snapshot(opened)
     assert FileSystemReader.read_metadata is readers
     with session("gpt2", "adam", dp_shard=2, seed=77) as opened:
-        assert opened.load_checkpoint(folder) == payload
+        again = opened.load_checkpoint(folder)
+        assert again.keys() == payload.keys()
+        assert all(again[key] == payload[key] for key in payload.keys() - {"rng"})
         assert differences(safely, snapshot(opened)) == []
         assert payload["step"] == opened.step == 2
 

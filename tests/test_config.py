@@ -233,7 +233,7 @@ def test_missing_keys_are_explained() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("precision=fp16",),
+        ("precision=fp8",),
         ("precision=mxfp8",),
         ("model.num_moe_experts=4", "model.moe_token_dispatcher_type=flex", "precision=fp16"),
     ],
@@ -379,7 +379,7 @@ def test_options_are_frozen() -> None:
         *("batch", "checkpoint", "data", "evaluation", "host", "logging", "model"),
         *("optimizer", "pipeline", "plan", "precision", "run"),
     ]
-    assert len(list(dotted_keys())) == 112
+    assert len(list(dotted_keys())) == 119
 
 
 UNREAD = {

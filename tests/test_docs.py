@@ -64,12 +64,26 @@ def first_run(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, s
     return runs / "first"
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """The prefix of the corpus that the README builds."""
+    prefix = tmp_path_factory.mktemp("data") / "docs"
+    (command,) = (each for each in commands() if " data build " in each)
+    words = shlex.split(command.replace("runs/corpus", str(prefix)))
+    subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=True)
+    return prefix
+
+
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_readme_runs(
     command: str, tmp_path: Path, environment: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
     if "runs/first" in command:
         command = command.replace("runs/first", str(request.getfixturevalue("first_run")))
+    if " data " in command:
+        build = " data build " in command
+        prefix = tmp_path / "docs" if build else request.getfixturevalue("corpus")
+        command = command.replace("runs/corpus", str(prefix))
     words = shlex.split(shortened(command, tmp_path))
     assert shutil.which(words[0], path=environment["PATH"])
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

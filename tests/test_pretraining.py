@@ -160,7 +160,7 @@ def fail_to_announce(folder: str) -> str:
     from mixle_megatron.errors import CheckpointError
     from mixle_megatron.training.run_directory import RunDirectory
 
-    def announce(_directory: Any, step: int) -> None:
+    def announce(_directory: Any, step: int, **_options: Any) -> None:
         raise CheckpointError(f"checkpoint {step} is not as it was written")
 
     original, RunDirectory.announce = RunDirectory.announce, announce

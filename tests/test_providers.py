@@ -295,15 +295,16 @@ def test_session_on_a_built_module_is_megatrons_own_forward_and_backward(run_on,
     assert gap < 0.02 * UPDATES * OPTIMIZERS["adam"].lr, "two hundredths of the way that adam can go"
 
 
-def train_built_in_bf16() -> Curve:
-    changed = {"bf16": True, "params_dtype": torch.bfloat16}
-    with callers_groups(), prepared(built(changed=changed), precision="bf16") as opened:
+def train_built_in(precision: str) -> Curve:
+    changed = {precision: True, "params_dtype": {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    with callers_groups(), prepared(built(changed=changed), precision=precision) as opened:
         return curve_of(opened)
 
 
-def test_built_module_trains_in_bf16(run_on) -> None:
-    (curve,) = run_on(1, train_built_in_bf16)
-    (((expected), _),) = run_on(1, train_gpt, "gpt2", "bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_built_module_trains_in_half_precision(run_on, precision: str) -> None:
+    (curve,) = run_on(1, train_built_in, precision)
+    (((expected), _),) = run_on(1, train_gpt, "gpt2", precision)
     assert_same_curve(curve, expected)
 
 

@@ -132,7 +132,7 @@ def test_an_axis_that_is_not_executed_is_refused_by_name(monkeypatch: pytest.Mon
 
 
 def test_unsupported_only_where_nothing_else_is_wrong() -> None:
-    unsupported = precision_faults("fp16") + precision_faults("fp8")
+    unsupported = precision_faults("nvfp4") + precision_faults("fp8")
     with pytest.raises(NotImplementedError):
         verdict(unsupported)
     with pytest.raises(Refused) as caught:
@@ -229,10 +229,10 @@ def test_vocabulary_against_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "error"), [("fp16", Unsupported), ("nvfp4", Unsupported), ("fp7", Refused)]
+    ("precision", "error"), [("fp8", Unsupported), ("nvfp4", Unsupported), ("fp7", Refused)]
 )
 def test_precisions_that_are_not_executed(precision: str, error: type[Refused]) -> None:
-    with pytest.raises(error, match="use fp32 or bf16") as caught:
+    with pytest.raises(error, match="use fp32, bf16 or fp16") as caught:
         verdict(precision_faults(precision))
     assert type(caught.value) is error
 

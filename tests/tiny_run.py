@@ -26,7 +26,9 @@ def overrides(folder: Path | str, *more: str) -> list[str]:
     return [f"run.dir={folder}", *SMALL, *more]
 
 
-def train_here(folder: str, *more: str, config: str | None = None, stop: bool = False) -> dict[str, Any]:
+def train_here(
+    folder: str, *more: str, config: str | None = None, stop: bool = False, anew: bool = False
+) -> dict[str, Any]:
     """Run the config on the ranks that this process is one of, and say how it ended.
 
     ``config`` names another file than the example, of which then nothing is cut down.
@@ -39,7 +41,7 @@ def train_here(folder: str, *more: str, config: str | None = None, stop: bool = 
     from mixle_megatron.training.signals import StopRequest
 
     given = [f"run.dir={folder}", *more] if config else overrides(folder, *more)
-    loaded = checked(load_config(config or CONFIG, given))
+    loaded = checked(load_config(config or CONFIG, given), anew=anew)
     streams = prepare_text_data(
         loaded.data,
         seq_length=loaded.model.seq_length,
@@ -49,5 +51,5 @@ def train_here(folder: str, *more: str, config: str | None = None, stop: bool = 
     request = StopRequest()
     if stop:
         request.signal_name = "SIGTERM"
-    outcome = pretrain(loaded, streams, request)
+    outcome = pretrain(loaded, streams, request, anew=anew)
     return {"step": outcome.step, "stopped_by": outcome.stopped_by, "folder": str(RunDirectory(loaded).path)}

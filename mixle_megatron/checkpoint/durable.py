@@ -59,7 +59,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one folder, lastingly; a file that has the new name gives way."""
+    """Rename, lastingly in the new folder; a file that has the new name gives way."""
     os.replace(source, target)
     sync_folder(target.parent)
 

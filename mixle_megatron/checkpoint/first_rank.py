@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mixle_megatron.errors import CheckpointError
+from mixle_megatron.errors import CheckpointError, MixleMegatronError
 
 
 def on_first_rank(action: Callable[[], Any], *, doing: str) -> Any:
@@ -18,18 +18,19 @@ def on_first_rank(action: Callable[[], Any], *, doing: str) -> Any:
         doing: the same in words, such as ``write the checkpoint``.
 
     Raises:
-        CheckpointError: on every rank, where it failed on the first.
+        MixleMegatronError: on every rank, where it was raised on the first.
+        CheckpointError: on every rank, where the first could not read or write a file.
     """
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             told = [action(), None]
-        except CheckpointError as error:
-            told = [None, str(error)]
+        except MixleMegatronError as error:
+            told = [None, error]
         except OSError as error:
-            told = [None, f"cannot {doing}: {error}"]
+            told = [None, CheckpointError(f"cannot {doing}: {error}")]
     dist.broadcast_object_list(told, src=0)
     result, failure = told
     if failure is not None:
-        raise CheckpointError(failure)
+        raise failure
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def fill_stage(stage: Stage, model: ModelSection, source: WeightSource) -> None:
     sizes = dimensions_of(model)
     own = dict(_named_tensors(stage))
     expected = {name: _shape(name, tensor, sizes.vocab_size) for name, tensor in own.items()}
-    described = described_faults(source, model)
+    described = described_faults(source.path, source.model, model)
     refuse_if_any(
         described + mismatches(expected, source.shapes, model="the config's model", source=str(source.path))
     )
@@ -53,13 +54,13 @@ def fill_stage(stage: Stage, model: ModelSection, source: WeightSource) -> None:
     stage.optimizer.reload_model_params()
 
 
-def described_faults(source: WeightSource, model: ModelSection) -> list[Fault]:
-    """What a file says of its model that no shape would show, and that ``model`` states otherwise."""
-    if source.model is None:
+def described_faults(path: Path, described: ModelSection | None, model: ModelSection) -> list[Fault]:
+    """What ``path`` says of its model that no shape would show, and that ``model`` states otherwise."""
+    if described is None:
         return []
-    theirs, ours = _resolved(source.model), _resolved(model)
+    theirs, ours = _resolved(described), _resolved(model)
     return [
-        Fault(f"model.{name}", ours[name], f"is {theirs[name]} in {source.path}", f"use {theirs[name]}")
+        Fault(f"model.{name}", ours[name], f"is {theirs[name]} in {path}", f"use {theirs[name]}")
         for name in _UNSEEN_IN_SHAPES
         if theirs[name] != ours[name]
     ]

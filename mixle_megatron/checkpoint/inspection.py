@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mixle_megatron.checkpoint.common_state import COMMON, SESSION, read_common
 from mixle_megatron.checkpoint.completeness import CONFIG
-from mixle_megatron.checkpoint.iterations import iteration_name, step_of, steps_in
+from mixle_megatron.checkpoint.iterations import RELEASE, iteration_name, named_by_tracker, step_of, steps_in
 from mixle_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from mixle_megatron.checkpoint.portable_names import OPTIMIZER
 from mixle_megatron.checkpoint.safe_metadata import METADATA, read_metadata
@@ -100,12 +100,16 @@ class Inspection:
 def locate(path: Path) -> Path:
     """The checkpoint that ``path`` names: itself, or the newest of a run's folder, whole or not.
 
+    Where Megatron-LM's tracker file says ``release``, that is the newest.
+
     Raises:
         Refused: there is none.
     """
     if _looks_like_checkpoint(path):
         return path
     for checkpoints in (path / "checkpoints", path):
+        if named_by_tracker(checkpoints) == RELEASE and (checkpoints / RELEASE).is_dir():
+            return checkpoints / RELEASE
         if steps := steps_in(checkpoints):
             return checkpoints / iteration_name(steps[-1])
     rule = "holds no checkpoint" if path.is_dir() else "is no folder"

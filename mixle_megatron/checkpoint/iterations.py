@@ -8,6 +8,9 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file beside the checkpoints that names the step of the newest."""
 
+RELEASE = "release"
+"""What Megatron-LM calls a checkpoint of no step, in the tracker file and as its folder."""
+
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 

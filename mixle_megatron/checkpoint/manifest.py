@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -133,7 +134,8 @@ def write_manifest(folder: Path, facts: Facts, tables: Iterable[Table] | None = 
     return manifest
 
 
-def versions() -> dict[str, str | None]:
+@cache
+def versions() -> Mapping[str, str | None]:
     """The versions that write a checkpoint here."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:

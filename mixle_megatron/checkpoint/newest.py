@@ -119,7 +119,7 @@ def _tracker_warnings(named: str | None, chosen: int, steps: Sequence[int]) -> l
 
 
 def _none_whole(damaged: Sequence[tuple[int, str]], named: str | None) -> str:
-    remedy = "put a whole one back, or start anew under another run.name"
+    remedy = "put a whole one back, or start anew with --no-resume"
     if not damaged:
         return f"{TRACKER} names {named!r}, but there is no checkpoint; {remedy}"
     lines = [f"no checkpoint is whole; {remedy}", *(f"  step {step}: {reason}" for step, reason in damaged)]

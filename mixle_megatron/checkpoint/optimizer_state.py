@@ -1,10 +1,12 @@
-"""The optimizer's state in a form that every plan can load.
+"""The optimizer's state in Megatron's sharded form, in either of two formats.
 
-Each parameter's fp32 value and moments are written whole, under the names of Megatron's
-``fully_reshardable`` format. Megatron's own writer of that format is not used: where padding lies
-between two buckets of its gradient buffer, as after a tied embedding whose size is no multiple of
-its alignment, it reads every later parameter at a shifted place and writes the wrong numbers
+``fully_reshardable``: each parameter's fp32 value and moments are written whole, under the names of
+Megatron's format of that name, and every plan can load them. Megatron's own writer of it is not used:
+where padding lies between two buckets of its gradient buffer, as after a tied embedding whose size is no
+multiple of its alignment, it reads every later parameter at a shifted place and writes the wrong numbers
 without a word (seen in 0.16.1 and 0.19.2). Nor does it know sgd, nor ranks that hold no shard.
+
+``dp_reshardable``: each rank writes what it holds (:mod:`mixle_megatron.checkpoint.optimizer_pieces`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from mixle_megatron.checkpoint.optimizer_pieces import pieces, restore_pieces
+from mixle_megatron.checkpoint.stored_state import DP_RESHARDABLE
 from mixle_megatron.optimizer_shards import (
     TORCH_ADAMS,
     VALUE,
@@ -30,29 +34,55 @@ from mixle_megatron.stage import Stage
 _TORCH_OPTIMIZERS = (*TORCH_ADAMS, torch.optim.SGD)
 
 
-def optimizer_sharded_state(stage: Stage, model: Any) -> dict[str, Any]:
+def optimizer_sharded_state(
+    stage: Stage, model: Any, optimizer_format: str, *, loading: bool = False
+) -> dict[str, Any]:
     """The optimizer's state in Megatron's sharded form, beside the model's sharded state ``model``.
 
-    For loading, the same call describes what to read: the tensors in it are overwritten.
+    Args:
+        stage: whose.
+        model: the model's sharded state.
+        optimizer_format: ``fully_reshardable`` or ``dp_reshardable``.
+        loading: whether it only says what is to be read, and its tensors are overwritten. In the format
+            ``dp_reshardable`` these are the optimizer's own.
     """
     shards = {id(shard.data): shard for shard in nested_values(model)}
+    if optimizer_format == DP_RESHARDABLE:
+        return pieces(stage, shards)
     state: dict[str, Any] = {}
     for index, (part, parameter) in enumerate(model_parameters(stage.optimizer)):
         own = own_tensors(part, parameter)
         for key in (VALUE, *moments(part)):
-            whole = gather(part, parameter, own[key])
+            if loading:
+                whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            else:
+                whole = _whole(part, parameter, own[key])
             state[f"{index}.{key}"] = _like(shards[id(parameter)], key, whole)
     return state
 
 
-def restore_optimizer(stage: Stage, loaded: dict[str, torch.Tensor]) -> None:
+def _whole(part: Any, parameter: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    """The whole tensor; the optimizer's own where no other rank holds a part of it."""
+    if own is not None and part.data_parallel_group.size() == 1:
+        return own.detach().view(parameter.shape).float()
+    return gather(part, parameter, own)
+
+
+def restore_optimizer(stage: Stage, loaded: dict[str, torch.Tensor], optimizer_format: str) -> None:
     """Put back what :func:`optimizer_sharded_state` described, at the scheduler's step."""
     with torch.no_grad():
-        for index, (part, parameter) in enumerate(model_parameters(stage.optimizer)):
-            for key, tensor in own_tensors(part, parameter).items():
-                if tensor is not None:
-                    tensor.copy_(loaded[f"{index}.{key}"].flatten()[own_range(part, parameter)])
+        if optimizer_format == DP_RESHARDABLE:
+            restore_pieces(stage, loaded)
+        else:
+            _restore_whole(stage, loaded)
     _set_step(stage.optimizer, stage.scheduler.num_steps)
+
+
+def _restore_whole(stage: Stage, loaded: dict[str, torch.Tensor]) -> None:
+    for index, (part, parameter) in enumerate(model_parameters(stage.optimizer)):
+        for key, tensor in own_tensors(part, parameter).items():
+            if tensor is not None:
+                tensor.copy_(loaded[f"{index}.{key}"].flatten()[own_range(part, parameter)])
 
 
 def _set_step(optimizer: Any, step: int) -> None:

@@ -16,6 +16,7 @@ from mixle_megatron.checkpoint.damage import Damage
 from mixle_megatron.checkpoint.inspection import Inspection, StoredTensor
 from mixle_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from mixle_megatron.cli.plan_tables import PIPED_WIDTH
+from mixle_megatron.cli.terminal_text import byte_count, printable
 
 
 def print_inspection(inspection: Inspection) -> None:
@@ -46,21 +47,6 @@ def verdict_lines(folder: Path, found: Sequence[Damage]) -> list[str]:
     else:
         verdict = "damaged"
     return [printable(line) for line in (*(f"{folder}/{one}" for one in found), f"{folder}: {verdict}")]
-
-
-def byte_count(number: int) -> str:
-    """A byte count in binary units."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} TiB"
-
-
-def printable(text: str) -> str:
-    """``text`` in one line, with what would steer a terminal written out: names come from the checkpoint."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _facts(inspection: Inspection) -> Iterable[tuple[str, str]]:

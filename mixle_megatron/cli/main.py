@@ -8,6 +8,7 @@ run, so that ``plan`` and ``config`` never load torch.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +18,12 @@ from typer.core import TyperGroup
 
 from mixle_megatron.cli import checkpoint as checkpoint_commands
 from mixle_megatron.cli import config as config_commands
+from mixle_megatron.cli import data as data_commands
 from mixle_megatron.cli.checkpoint_export import export, import_
+from mixle_megatron.cli.doctor import doctor
+from mixle_megatron.cli.launch import app as launch_app
 from mixle_megatron.cli.plan import plan
-from mixle_megatron.errors import Refused
+from mixle_megatron.errors import DoesNotFit, Refused
 
 EXIT_REFUSED = 2
 EXIT_STOPPED_EARLY = 3
@@ -33,7 +37,8 @@ class RefusingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except Refused as refused:
-            typer.echo(refusal_message(refused), err=True)
+            if not (isinstance(refused, DoesNotFit) and os.environ.get("RANK", "0") != "0"):
+                typer.echo(refusal_message(refused), err=True)  # which every rank has found alike
             raise typer.Exit(EXIT_REFUSED) from None
 
 
@@ -55,11 +60,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Pretrain with NVIDIA Megatron-Core as a backend of mixle, on GPU and on CPU.",
 )
+app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.add_typer(config_commands.app, name="config")
 checkpoint_commands.app.command("export")(export)
 checkpoint_commands.app.command("import")(import_)
 app.add_typer(checkpoint_commands.app, name="checkpoint")
+app.add_typer(launch_app, name="launch")
+app.add_typer(data_commands.app, name="data")
 
 
 @app.command("pretrain")
@@ -68,11 +76,14 @@ def pretrain(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values set over those of the file.")
     ] = None,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Begin the run anew; what there is of it is set aside, whole.")
+    ] = False,
 ) -> None:
     """Pretrain a model: start the plan's local ranks, or join those of torchrun or srun."""
     from mixle_megatron.cli.pretrain import pretrain as run
 
-    run(config, overrides or [])
+    run(config, overrides or [], anew=no_resume)
 
 
 def main() -> None:

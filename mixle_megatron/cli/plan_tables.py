@@ -11,6 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from mixle_megatron.cli.terminal_text import byte_count
+
 PIPED_WIDTH = 200
 """Columns where the output is no terminal, so that nothing is cut from what is read later."""
 
@@ -164,19 +166,9 @@ def _memory_table(memory: Mapping[str, Any]) -> Group:
         first, last = stage["stage"], stage["stage"] + stage["stages"] - 1
         name = str(first) if first == last else f"{first}-{last}"
         counts = [stage["parameters"], *([stage["expert_parameters"]] if routed else [])]
-        sizes = [_bytes(stage[f"{part}_bytes"]) for part in parts]
+        sizes = [byte_count(stage[f"{part}_bytes"]) for part in parts]
         table.add_row(name, str(stage["layers"]), *(f"{count:,}" for count in counts), *sizes)
     return _titled(title, table, f"not counted: {memory['not_counted']}")
-
-
-def _bytes(number: int) -> str:
-    """A byte count in binary units."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} TiB"
 
 
 def _value_table(values: Iterable[Mapping[str, Any]]) -> Group:

@@ -18,6 +18,7 @@ from mixle_megatron.rules import (
     plan_faults,
     plan_model_faults,
     precision_faults,
+    precision_model_faults,
     recompute_faults,
     resolve_microbatches,
     schedule_faults,
@@ -52,7 +53,11 @@ def rule_faults(sections: Mapping[str, Any], world_size: int | None = None) -> l
         faults += vocabulary_faults(sections["model"].vocab_size, sections["data"].tokenizer)
     if there("optimizer", "run"):
         faults += _schedule(sections)
-    return faults + (precision_faults(sections["precision"]) if there("precision") else [])
+    if there("precision"):
+        faults += precision_faults(sections["precision"])
+    if there("precision", "model"):
+        faults += precision_model_faults(sections["precision"], sections["model"].num_moe_experts)
+    return faults
 
 
 def _plan_record(section: Any) -> PlanRecord:

@@ -53,3 +53,14 @@ class OptimizerSection(Section):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How weight decay goes from its start to its end."
     )
+
+    initial_loss_scale: Positive = Field(
+        default=64.0, description="fp16: the loss scale at the start, of the sum over a microbatch's tokens."
+    )
+    min_loss_scale: Positive = Field(default=2.0**-16, description="fp16: the lowest loss scale.")
+    loss_scale_window: Count = Field(
+        default=1000, description="fp16: updates without overflow after which the loss scale is doubled."
+    )
+    hysteresis: Count = Field(
+        default=2, description="fp16: overflows after which each further one halves the loss scale."
+    )

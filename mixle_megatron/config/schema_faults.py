@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mixle_megatron.config.schema import Config
+from mixle_megatron.config.sections import ResumeSection
 from mixle_megatron.errors import Fault
 from mixle_megatron.rules.nearest import listed
 
@@ -18,6 +19,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
 """The sections of a config by name."""
+
+_MAPPINGS: dict[str, type[BaseModel]] = SECTIONS | {"run.resume": ResumeSection}
+"""Everything in a config that has keys, by its dotted key."""
 
 _RULES = {
     "missing": "is required",
@@ -88,7 +92,7 @@ def _typed_remedy(key: str, kind: str, given: Any) -> str:
     if kind == "string_type" and isinstance(given, int | float):
         return f'quote it: "{given}"'
     if kind in {"model_type", "dict_type"}:
-        return f"its keys are {', '.join(SECTIONS[key].model_fields)}" if key in SECTIONS else ""
+        return f"its keys are {', '.join(_MAPPINGS[key].model_fields)}" if key in _MAPPINGS else ""
     if kind == "list_type" and isinstance(given, str):
         return f"use [{given}]"
     if kind in {"int_type", "float_type"} and isinstance(given, str) and given.strip().isdigit():
@@ -98,7 +102,7 @@ def _typed_remedy(key: str, kind: str, given: Any) -> str:
 
 def _unknown_key(key: str, given: Any) -> Fault:
     parent = key.rpartition(".")[0]
-    rule = f"is not a key of {parent}" if parent in SECTIONS else "is not a section of the config"
+    rule = f"is not a key of {parent}" if parent in _MAPPINGS else "is not a section of the config"
     close = _resembling(key)
     if close:
         return Fault(key, given, rule, f"did you mean {close[0]}?")
@@ -109,10 +113,10 @@ def _unknown_key(key: str, given: Any) -> Fault:
 def _resembling(key: str) -> list[str]:
     """Known dotted keys that an unknown one may have meant, the likeliest first."""
     parent, _, leaf = key.rpartition(".")
-    siblings = SECTIONS[parent].model_fields if parent in SECTIONS else Config.model_fields
+    siblings = _MAPPINGS[parent].model_fields if parent in _MAPPINGS else Config.model_fields
     beside = get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     beside = beside or [name for name in siblings if len(leaf) > 3 and leaf in name][:1]
-    start = f"{parent}." if parent in SECTIONS else ""
+    start = f"{parent}." if parent in _MAPPINGS else ""
     elsewhere = [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     return [start + name for name in beside] or elsewhere[:1]
 
@@ -134,11 +138,11 @@ def _not_one_of(key: str, given: Any, expected: str) -> Fault:
 
 def _meaning(key: str) -> str:
     """The description of a missing key, so that its reader need not look it up."""
-    if key in SECTIONS:
-        required = [name for name, field in SECTIONS[key].model_fields.items() if field.is_required()]
+    if key in _MAPPINGS:
+        required = [name for name, field in _MAPPINGS[key].model_fields.items() if field.is_required()]
         return f"state it, with {listed(required).replace(' or ', ' and ')}"
     section, _, leaf = key.rpartition(".")
-    fields = SECTIONS[section].model_fields if section in SECTIONS else Config.model_fields
+    fields = _MAPPINGS[section].model_fields if section in _MAPPINGS else Config.model_fields
     description = fields[leaf].description if leaf in fields else None
     return f"state it ({description.rstrip('.')})" if description else ""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from mixle_megatron.config.fields import (
     LARGEST_SIZE,
@@ -20,6 +21,38 @@ from mixle_megatron.config.fields import (
 )
 
 
+class _Resume(Section):
+    """What a run begins from that has no checkpoints of its own."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that ``from`` names."""
+        return Path(getattr(self, "from")).expanduser()
+
+
+# ``from`` is a word of Python's, and so no field that a class body can state.
+ResumeSection = create_model(
+    "ResumeSection",
+    __base__=_Resume,
+    __module__=__name__,
+    __doc__=_Resume.__doc__,
+    **{
+        "from": (
+            Text,
+            Field(description="Another run's folder, for its newest checkpoint; or a checkpoint's."),
+        ),
+        "what": (
+            Literal["all", "model"],
+            Field(
+                default="all",
+                description="all: go on with weights, optimizer, step and place in the data; model: begin "
+                "with the weights alone.",
+            ),
+        ),
+    },
+)
+
+
 class RunSection(Section):
     """What the run is called, where it writes, and how long it is."""
 
@@ -29,6 +62,10 @@ class RunSection(Section):
         default=1234, description="Seed of the initial weights, the order of the data, and dropout."
     )
     steps: Count = Field(description="Optimizer updates of the whole run.")
+    resume: ResumeSection | None = Field(
+        default=None,
+        description="What the run begins from while it has no checkpoints of its own; null: anew.",
+    )
 
 
 class PlanSection(Section):
@@ -114,6 +151,15 @@ class CheckpointSection(Section):
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
     keep_every: CountOrZero = Field(
         default=0, description="Checkpoints whose step is a multiple of it are kept too; 0 keeps no others."
+    )
+    asynchronous: bool = Field(
+        default=False,
+        description="Train on while a checkpoint is written; the next one, and the run's end, wait for it.",
+    )
+    optimizer_format: Literal["fully_reshardable", "dp_reshardable"] = Field(
+        default="fully_reshardable",
+        description="fully_reshardable loads under every plan; dp_reshardable gathers nothing, and loads "
+        "where only dp_replicate, dp_shard and cp change.",
     )
 
 

@@ -59,6 +59,12 @@ _READ_BY: dict[tuple[str, ...], Condition] = {
     ("model.moe_token_drop_policy",): ("model.moe_expert_capacity_factor", _is_stated),
     _keys(LatentAttentionFields, "multi_latent_attention"): ("model.multi_latent_attention", bool),
     ("model.mtp_loss_scaling_factor",): ("model.mtp_num_layers", _is_stated),
+    (
+        "optimizer.initial_loss_scale",
+        "optimizer.min_loss_scale",
+        "optimizer.loss_scale_window",
+        "optimizer.hysteresis",
+    ): ("precision", lambda precision: precision == "fp16"),
 }
 """Keys, and the key whose value decides whether they are read."""
 
@@ -82,8 +88,8 @@ def unread_values(config: Config) -> list[Fault]:
 
 
 def _value(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
 
 
 def _default(config: Config, key: str) -> Any:

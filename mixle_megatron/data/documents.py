@@ -33,7 +33,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def find_documents(
-    paths: Sequence[str], suffixes: Sequence[str] | None = None
+    paths: Sequence[str], suffixes: Sequence[str] | None = None, *, keep_empty: bool = False
 ) -> tuple[list[Document], list[Fault]]:
     """All documents under ``paths``, and everything that is wrong with those paths.
 
@@ -41,6 +41,7 @@ def find_documents(
         paths: files, folders, globs or ``stdlib``, relative ones to the current folder.
         suffixes: which files of a folder count (``.txt`` or ``txt``, in any case); None for
             :data:`TEXT_SUFFIXES` in folders and ``.py`` in ``stdlib``.
+        keep_empty: whether files that hold nothing are documents too.
 
     Returns:
         The documents, in the order of ``paths`` and by name within each, and the faults, all of
@@ -51,14 +52,16 @@ def find_documents(
     documents: dict[tuple[int, int], Document] = {}
     faults: list[Fault] = []
     for given in paths:
-        found, wrong = _find_one(given, suffixes)
+        found, wrong = _find_one(given, suffixes, keep_empty)
         faults += wrong
         for document in sorted(found, key=lambda each: each.name):
             documents.setdefault(document.inode, document)
     return list(documents.values()), faults
 
 
-def _find_one(given: str, suffixes: Sequence[str] | None) -> tuple[list[Document], list[Fault]]:
+def _find_one(
+    given: str, suffixes: Sequence[str] | None, keep_empty: bool
+) -> tuple[list[Document], list[Fault]]:
     """The documents and faults of one path as the user wrote it."""
     if given == STDLIB:
         return _find_stdlib(_normalised(suffixes, (".py",)))
@@ -67,25 +70,28 @@ def _find_one(given: str, suffixes: Sequence[str] | None) -> tuple[list[Document
     path = os.path.expanduser(given)
     endings = _normalised(suffixes, TEXT_SUFFIXES)
     if os.path.isdir(path):
-        walk = _suffix_walk(endings)
+        walk = _suffix_walk(endings, keep_empty)
         walk.folder(path)
         return walk.documents, _folder_faults(given, walk, endings)
     if os.path.lexists(path):
-        walk = _suffix_walk(endings)
+        walk = _suffix_walk(endings, keep_empty)
         walk.file(path, os.path.basename(path))
         return walk.documents, _file_faults(given, walk)
     if not glob.has_magic(path):
         return [], [_missing(given, path)]
     fixed, moving = _split_pattern(path)
-    walk = _walk_crossing(fixed, moving) if "**" in moving else _walk_glob(path, fixed, endings)
+    if "**" in moving:
+        walk = _walk_crossing(fixed, moving, keep_empty)
+    else:
+        walk = _walk_glob(path, fixed, _suffix_walk(endings, keep_empty))
     if walk is None:
         return [], [Fault("data.paths", given, "matches no file", "give a pattern that matches text files")]
     return walk.documents, _folder_faults(given, walk, endings)
 
 
-def _suffix_walk(endings: tuple[str, ...]) -> FolderWalk:
+def _suffix_walk(endings: tuple[str, ...], keep_empty: bool) -> FolderWalk:
     """A walk on which those files of a folder count that end in one of ``endings``."""
-    return FolderWalk(lambda name: name.lower().endswith(endings))
+    return FolderWalk(lambda name: name.lower().endswith(endings), keep_empty=keep_empty)
 
 
 def _find_stdlib(endings: tuple[str, ...]) -> tuple[list[Document], list[Fault]]:
@@ -99,9 +105,8 @@ def _find_stdlib(endings: tuple[str, ...]) -> tuple[list[Document], list[Fault]]
     return [], [Fault("data.paths", STDLIB, rule, "give a folder of text")]
 
 
-def _walk_glob(path: str, fixed: str, endings: tuple[str, ...]) -> FolderWalk | None:
+def _walk_glob(path: str, fixed: str, walk: FolderWalk) -> FolderWalk | None:
     """What a pattern without ``**`` matches: files as they are, folders read as folders."""
-    walk = _suffix_walk(endings)
     matches = sorted(match for match in glob.glob(path) if os.path.basename(match) != BYTECODE)
     for match in matches:
         name = os.path.relpath(match, fixed or os.curdir)
@@ -112,12 +117,12 @@ def _walk_glob(path: str, fixed: str, endings: tuple[str, ...]) -> FolderWalk | 
     return walk if matches else None
 
 
-def _walk_crossing(fixed: str, moving: Sequence[str]) -> FolderWalk | None:
+def _walk_crossing(fixed: str, moving: Sequence[str], keep_empty: bool) -> FolderWalk | None:
     """What a pattern with ``**`` matches: files at any depth below what stands before it.
 
     The walk is our own, as that of the standard library runs in circles where links do.
     """
-    walk = FolderWalk(lambda name: _matches(moving, name.split("/")))
+    walk = FolderWalk(lambda name: _matches(moving, name.split("/")), keep_empty=keep_empty)
     crossing = moving.index("**")
     heads = glob.glob(os.path.join(fixed, *moving[:crossing])) if crossing else [fixed or os.curdir]
     for head in sorted(filter(os.path.isdir, heads)):

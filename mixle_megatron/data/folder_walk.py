@@ -18,7 +18,7 @@ class Document:
     Attributes:
         name: its path relative to what the user gave, with ``/`` between the parts.
         path: where it lies, absolute.
-        size: in bytes, at least 1.
+        size: in bytes; at least 1, unless empty files were asked for.
         mtime_ns: when it was last changed, in nanoseconds since the epoch.
         inode: device and inode, which two names of one file have in common.
     """
@@ -37,11 +37,12 @@ class FolderWalk:
         counts: whether a file of a folder counts, by its name (``name/`` and its path below the root).
         passed_over: names of folders that are not entered; ``__pycache__`` and hidden ones never are.
         follow_links: whether links to folders are followed.
+        keep_empty: whether a file that holds nothing is a document; otherwise it is only counted.
 
     Attributes:
         documents: what was found, in no particular order.
         others: how many files did not count, by suffix.
-        empty: how many files held nothing.
+        empty: how many files held nothing, where those are not kept.
         unreadable: files and folders that cannot be read, each with the system's reason.
         loops: links that lead back to a folder above them; they are not followed.
     """
@@ -52,6 +53,7 @@ class FolderWalk:
         *,
         passed_over: Collection[str] = (),
         follow_links: bool = True,
+        keep_empty: bool = False,
     ) -> None:
         self.documents: list[Document] = []
         self.others: Counter[str] = Counter()
@@ -61,6 +63,7 @@ class FolderWalk:
         self._counts = counts
         self._passed_over = {BYTECODE, *passed_over}
         self._follow_links = follow_links
+        self._keep_empty = keep_empty
 
     def file(self, path: str, name: str) -> None:
         """Take one file, whatever its name; what is no regular file is left out."""
@@ -71,7 +74,7 @@ class FolderWalk:
             return
         if not stat.S_ISREG(status.st_mode):
             return
-        if status.st_size == 0:
+        if status.st_size == 0 and not self._keep_empty:
             self.empty += 1
         elif not os.access(path, os.R_OK):
             self.unreadable.append(f"{path} (Permission denied)")

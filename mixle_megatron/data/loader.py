@@ -119,7 +119,12 @@ class GlobalBatchLoader:
         if not isinstance(consumed, int) or consumed < 0:
             rule = "must be a number of samples in the state of a data loader"
             raise Refused([Fault("consumed_samples", consumed, rule, "use another checkpoint")])
-        refuse_if_any(
+        refuse_if_any(self.differences(state))
+        self.consumed_samples = consumed
+
+    def differences(self, state: Mapping[str, Any]) -> list[Fault]:
+        """Where ``state`` stands in other data, another sequence length, or another order of them."""
+        return [
             Fault(
                 field,
                 getattr(self.source, key),
@@ -128,8 +133,7 @@ class GlobalBatchLoader:
             )
             for key, field in _FIELD_OF.items()
             if state.get(key) != getattr(self.source, key)
-        )
-        self.consumed_samples = consumed
+        ]
 
     def _read(self, first: int) -> list[Batch]:
         """This rank's rows of the update that begins with sample ``first``."""

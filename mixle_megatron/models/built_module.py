@@ -74,6 +74,9 @@ class BuiltModule(ModelProvider):
         module: the caller's module, this rank's stage.
     """
 
+    pads_vocabulary = False
+    """Rows of its embedding may be padding, of which nothing is known here."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         """Take the module as it is.
 
@@ -142,7 +145,7 @@ class BuiltModule(ModelProvider):
         config = self.module.config
         for name in NOT_RUN:
             if getattr(config, name, None):
-                rule = NOT_EXECUTED + "a built module is one stage, in fp32 or bf16"
+                rule = NOT_EXECUTED + "a built module is one stage, without quantised layers"
                 yield Fault(f"module.config.{name}", getattr(config, name), rule, "leave it out")
         if is_wrapped(self.module):
             rule = "is in a DistributedDataParallel already"
@@ -170,7 +173,7 @@ class BuiltModule(ModelProvider):
 
     def _session_faults(self, terms: SessionTerms) -> Iterator[Fault]:
         dtype = PARAMETER_DTYPES.get(terms.precision)
-        expected = {"bf16": terms.precision == "bf16", "fp16": False, "params_dtype": dtype}
+        expected = {name: terms.precision == name for name in ("bf16", "fp16")} | {"params_dtype": dtype}
         split = {"virtual_pipeline_model_parallel_size": None} | terms.split.arguments()
         for name, value in (expected | split).items():
             actual = getattr(self.module.config, name)

@@ -45,6 +45,9 @@ class CallableProvider(ModelProvider):
     position_embedding_type: str = "learned_absolute"
     share_embeddings_and_output_weights: bool = False
 
+    pads_vocabulary = False
+    """Rows of its embedding may be padding, of which nothing is known here."""
+
     def dimensions(self, tp: int) -> ModelDimensions:
         """The sizes that Megatron gives a model of these fields."""
         return sizes_of(

@@ -26,6 +26,7 @@ from mixle_megatron.rules.training import (
     PRECISIONS,
     PRECISIONS_NOT_EXECUTED,
     precision_faults,
+    precision_model_faults,
     schedule_faults,
 )
 from mixle_megatron.rules.verdict import NOT_EXECUTED, is_unsupported, verdict
@@ -50,6 +51,7 @@ __all__ = [
     "plan_faults",
     "plan_model_faults",
     "precision_faults",
+    "precision_model_faults",
     "recompute_faults",
     "resolve_microbatches",
     "schedule_faults",
@@ -85,4 +87,8 @@ def all_faults(
         faults += batch_faults(plan, batch, plan.microbatches)
     if sound and not any(map(is_about_split, faults)):
         faults += interleaving_faults(plan, split, plan.microbatches)
-    return faults + ([] if precision is None else precision_faults(precision))
+    if precision is not None:
+        faults += precision_faults(precision)
+    if precision is not None and model is not None:
+        faults += precision_model_faults(precision, model.num_moe_experts)
+    return faults

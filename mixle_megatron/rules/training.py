@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from mixle_megatron.errors import Fault
 from mixle_megatron.optimizer_settings import OptimizerSettings
+from mixle_megatron.precision import EXECUTED, NAMES, withheld_reason
 from mixle_megatron.rules.nearest import listed
 from mixle_megatron.rules.verdict import NOT_EXECUTED
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = EXECUTED
 """Precisions that this version executes."""
 
-_TRANSFORMER_ENGINE = "its recipes need Transformer Engine and are not built yet"
-
-PRECISIONS_NOT_EXECUTED = {
-    "fp16": "dynamic loss scaling is not built yet",
-    "fp8": _TRANSFORMER_ENGINE,
-    "fp8-delayed": _TRANSFORMER_ENGINE,
-    "fp8-tensorwise": _TRANSFORMER_ENGINE,
-    "fp8-blockwise": _TRANSFORMER_ENGINE,
-    "mxfp8": _TRANSFORMER_ENGINE,
-    "fp4": _TRANSFORMER_ENGINE,
-    "nvfp4": _TRANSFORMER_ENGINE,
-}
+PRECISIONS_NOT_EXECUTED = {name: withheld_reason(name) for name in NAMES if name not in EXECUTED}
 """Precision names that are known and that this version does not execute, with the reason."""
 
 
@@ -36,9 +26,25 @@ def precision_faults(precision: str, *, field: str = "precision") -> list[Fault]
     return [Fault(field, precision, NOT_EXECUTED + reason, remedy)]
 
 
+def precision_model_faults(precision: str, num_moe_experts: int | None) -> list[Fault]:
+    """Whether this version trains such a model in the precision.
+
+    Megatron gives the optimizer of experts a loss scale of its own, which overflows of the other do not
+    change, while the loss is multiplied by one of them.
+    """
+    if precision != "fp16" or num_moe_experts is None:
+        return []
+    rule = NOT_EXECUTED + "with experts Megatron has two loss scales, which part at the first overflow"
+    return [Fault("precision", precision, rule, "use bf16 or fp32")]
+
+
 def schedule_faults(schedule: OptimizerSettings, *, prefix: str = "optimizer") -> list[Fault]:
     """What Megatron's ``OptimizerParamScheduler`` asserts, said before it is built."""
-    return [*_learning_rate_faults(schedule, prefix), *_weight_decay_faults(schedule, prefix)]
+    return [
+        *_learning_rate_faults(schedule, prefix),
+        *_weight_decay_faults(schedule, prefix),
+        *_loss_scale_faults(schedule, prefix),
+    ]
 
 
 def _learning_rate_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault]:
@@ -82,3 +88,17 @@ def _weight_decay_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault
         rule = f"is below {prefix}.start_weight_decay={start:g}; Megatron's weight decay only grows"
         return [Fault(f"{prefix}.end_weight_decay", end, rule, f"use {start:g} or more")]
     return []
+
+
+def _loss_scale_faults(schedule: OptimizerSettings, prefix: str) -> list[Fault]:
+    """What Megatron's ``DynamicGradScaler`` asserts."""
+    faults = []
+    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        value = getattr(schedule, name)
+        if not value > 0:
+            faults.append(Fault(f"{prefix}.{name}", value, "must be above 0", "use 1"))
+    if not faults and schedule.min_loss_scale > schedule.initial_loss_scale:
+        rule = f"is above {prefix}.initial_loss_scale={schedule.initial_loss_scale:g}"
+        remedy = f"use at most {schedule.initial_loss_scale:g}"
+        faults.append(Fault(f"{prefix}.min_loss_scale", schedule.min_loss_scale, rule, remedy))
+    return faults

@@ -15,8 +15,11 @@ from mixle_megatron.config.check import located
 from mixle_megatron.config.load import LoadedConfig, check_config, load_config, warnings_of
 from mixle_megatron.config.schema import Config, effective_plan
 from mixle_megatron.rules import verdict
-from mixle_megatron.training.joining import is_one_of_many, join
+from mixle_megatron.training.beginning import begun
+from mixle_megatron.training.joining import is_first, is_one_of_many, is_restarted, join
 from mixle_megatron.training.launch import launch_local_ranks
+from mixle_megatron.training.node import Node
+from mixle_megatron.training.node_ranks import launch_node_ranks
 from mixle_megatron.training.progress import ReadingProgress
 from mixle_megatron.training.quiet import quieten
 from mixle_megatron.training.run_directory import RunDirectory, continued, data_cache, resume_faults
@@ -27,8 +30,14 @@ _HELD = "MIXLE_MEGATRON_RUN"
 """Tells local ranks that their launcher holds the run's folder."""
 
 
-def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
+def run_pretraining(path: Path, overrides: Sequence[str], *, anew: bool = False) -> int:
     """Check the config, then start the plan's local ranks, or train as the rank that this process is.
+
+    Args:
+        path: the config file.
+        overrides: ``key=value`` over it.
+        anew: begin the run anew, with what there is of it set aside. Where a launcher starts a failed job
+            again by itself, that has been done.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 refused, 3 stopped early with a checkpoint.
@@ -36,25 +45,27 @@ def run_pretraining(path: Path, overrides: Sequence[str]) -> int:
     Raises:
         Refused: with all faults, before any rank is started or any process group made.
     """
-    join()
+    node = join()
     quieten()
+    anew = anew and not is_restarted()
     loaded = load_config(path, overrides)
-    config = checked(loaded)
+    config = checked(loaded, anew=anew)
     _warn(loaded)
     directory = RunDirectory(config)
-    if _finished(directory, config):
+    if not anew and _finished(directory, config):
         return DONE
     ranks = effective_plan(config).world_size
     with _alone_on(directory):
         if ranks == 1 or is_one_of_many():
-            return _train(config)
-        return _launch(config, directory, ranks, [str(path), *overrides])
+            return _train(config, anew=anew)
+        options = ["--no-resume"] if anew else []
+        return _launch(config, directory, node or ranks, ["pretrain", *options, str(path), *overrides])
 
 
 @contextmanager
 def _alone_on(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's folder for this job: in its launcher, or else in its first rank."""
-    if not _speaks() or os.environ.get(_HELD) == str(directory.path):
+    if not is_first() or os.environ.get(_HELD) == str(directory.path):
         yield
         return
     with run_lock(directory.path):
@@ -65,14 +76,21 @@ def _alone_on(directory: RunDirectory) -> Iterator[None]:
             del os.environ[_HELD]
 
 
-def checked(loaded: LoadedConfig) -> Config:
-    """The config, judged by every rule, by this host's data and by the run that it goes on from."""
-    world_size = int(os.environ["WORLD_SIZE"]) if is_one_of_many() else None
+def checked(loaded: LoadedConfig, *, anew: bool = False) -> Config:
+    """The config, judged by every rule, by this host's data and by the run that it goes on from.
+
+    Args:
+        loaded: the config.
+        anew: whether the run's own checkpoints are left out of it.
+    """
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
     faults = check_config(loaded, world_size=world_size, here=True)
     verdict(faults)
-    stored = RunDirectory(loaded.config).stored_values()
+    stored = None if anew else RunDirectory(loaded.config).stored_values()
     if stored is None:
-        return loaded.config
+        config, faults = begun(loaded.config)
+        verdict(located(faults, loaded.sources))
+        return config
     config = continued(loaded.config, stored)
     verdict(located(resume_faults(config, stored), loaded.sources))
     return config
@@ -80,7 +98,7 @@ def checked(loaded: LoadedConfig) -> Config:
 
 def _warn(loaded: LoadedConfig) -> None:
     """Say what the config states to no effect: once, where the run is started."""
-    if not is_one_of_many() or ("TORCHELASTIC_RUN_ID" not in os.environ and _speaks()):
+    if is_first() and "TORCHELASTIC_RUN_ID" not in os.environ and _HELD not in os.environ:
         for warning in warnings_of(loaded):
             print(f"warning: {warning}", file=sys.stderr)
 
@@ -89,19 +107,15 @@ def _finished(directory: RunDirectory, config: Config) -> bool:
     step = directory.latest_step()
     if step is None or step < config.run.steps:
         return False
-    if _speaks():
+    if is_first():
         print(f"{directory.path} has finished: step {step} of {config.run.steps}. Raise run.steps to go on.")
     return True
-
-
-def _speaks() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _streams(config: Config) -> Any:
     from mixle_megatron.data import prepare_text_data
 
-    with ReadingProgress(shown=_speaks()) as progress:
+    with ReadingProgress(shown=is_first()) as progress:
         return prepare_text_data(
             config.data,
             seq_length=config.model.seq_length,
@@ -111,12 +125,20 @@ def _streams(config: Config) -> Any:
         )
 
 
-def _launch(config: Config, directory: RunDirectory, ranks: int, arguments: list[str]) -> int:
-    """Start local ranks; the text is read once, here, before they are there to wait for it."""
+def _launch(config: Config, directory: RunDirectory, ranks: int | Node, arguments: list[str]) -> int:
+    """Start local ranks: all of them, or those of this node.
+
+    The text is read once, here, before they are there to wait for it.
+    """
     _streams(config)
+    if isinstance(ranks, Node):
+        node, number = ranks, ranks.ranks
+        place = f"node {node.index + 1} of {node.nodes}"
+        print(f"starting {number} local ranks of {config.run.name} on {place}", flush=True)
+        return launch_node_ranks(node, arguments, threads_per_rank=threads(config, number))
     directory.stopped.unlink(missing_ok=True)
     print(f"starting {ranks} local ranks of {config.run.name}", flush=True)
-    code = launch_local_ranks(ranks, ["pretrain", *arguments], threads_per_rank=threads(config, ranks))
+    code = launch_local_ranks(ranks, arguments, threads_per_rank=threads(config, ranks))
     if code == DONE and directory.stopped.exists():
         return stopped_code(json.loads(directory.stopped.read_text(encoding="utf-8"))["checkpoint"])
     return code
@@ -128,12 +150,12 @@ def threads(config: Config, local_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks) if stated == "auto" else stated
 
 
-def _train(config: Config) -> int:
+def _train(config: Config, *, anew: bool) -> int:
     stop = StopRequest().install()
     streams = _streams(config)
     from mixle_megatron.training.pretraining import pretrain
 
-    outcome = pretrain(config, streams, stop)
+    outcome = pretrain(config, streams, stop, anew=anew)
     if outcome.stopped_by is None:
         return DONE
     # An elastic agent takes every other code for a failure; stopped.json tells its caller.

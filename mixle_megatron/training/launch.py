@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -33,12 +34,20 @@ def launch_local_ranks(ranks: int, arguments: Sequence[str], *, threads_per_rank
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(**_known(LaunchConfig, _launch_config(ranks)))
+    with signals_passed_on():
+        try:
+            elastic_launch(config, sys.executable)("-m", "mixle_megatron", *arguments)
+            return 0
+        except ChildFailedError as error:
+            return _report(error)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """Hand Ctrl-C and SIGTERM on to this process's children, which end in their own time."""
     previous = {number: signal.signal(number, _pass_on) for number in STOPPING}
     try:
-        elastic_launch(config, sys.executable)("-m", "mixle_megatron", *arguments)
-        return 0
-    except ChildFailedError as error:
-        return _report(error)
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -75,12 +84,14 @@ def _report(error: Any) -> int:
     if failure.exitcode == EXIT_REFUSED:
         return EXIT_REFUSED
     cause = failure.message.strip().splitlines()
-    ended = (
-        f"was killed by {failure.signal_name()}"
-        if failure.exitcode < 0
-        else f"ended with exit code {failure.exitcode}"
-    )
-    print(f"rank {rank} {ended}; the other ranks were stopped.", file=sys.stderr)
+    print(f"rank {rank} {how_it_ended(failure.exitcode)}; the other ranks were stopped.", file=sys.stderr)
     if cause and failure.exitcode >= 0 and "To enable traceback" not in cause[-1]:
         print(f"  {cause[-1]}", file=sys.stderr)
     return EXIT_FAILED
+
+
+def how_it_ended(exit_code: int) -> str:
+    """A rank's exit code in words; a negative one is the signal that killed it."""
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

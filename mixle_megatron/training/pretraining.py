@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mixle_megatron.backend import MegatronBackend
+from mixle_megatron.checkpoint.asynchronous import SaveInProgress
 from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
 from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
@@ -23,6 +23,7 @@ from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
 from mixle_megatron.training.progress import TrainingProgress
 from mixle_megatron.training.records import Records, wants_tensorboard
+from mixle_megatron.training.resuming import resume
 from mixle_megatron.training.run_directory import RunDirectory
 from mixle_megatron.training.signals import StopRequest
 from mixle_megatron.training.summary import (
@@ -51,18 +52,19 @@ class Outcome:
     checkpoint: Path | None
 
 
-def pretrain(config: Config, streams: TokenStreams, stop: StopRequest) -> Outcome:
+def pretrain(config: Config, streams: TokenStreams, stop: StopRequest, *, anew: bool = False) -> Outcome:
     """Run ``config`` on this rank until run.steps are committed or it is asked to stop.
 
     Args:
         config: checked, with the decay of the run that it goes on from.
         streams: the tokens to train on and to hold out.
         stop: set by a signal; all ranks end at the same step boundary.
+        anew: leave what there is of the run, and set it aside.
     """
     directory = RunDirectory(config)
     tensorboard = wants_tensorboard(config.logging.tensorboard)
     with _session(config) as session:
-        run = PretrainingRun(config, streams, session, directory, stop, tensorboard=tensorboard)
+        run = PretrainingRun(config, streams, session, directory, stop, tensorboard=tensorboard, anew=anew)
         return run.run()
 
 
@@ -81,6 +83,7 @@ def _session(config: Config) -> Iterator[MegatronSession]:
         seed=config.run.seed,
         uneven_batches=False,
         pipeline=pipeline_split(config),
+        optimizer_format=config.checkpoint.optimizer_format,
     )
     try:
         yield session
@@ -102,6 +105,7 @@ class PretrainingRun:
         stop: StopRequest,
         *,
         tensorboard: bool,
+        anew: bool,
     ) -> None:
         self._config = config
         self._streams = streams
@@ -110,7 +114,8 @@ class PretrainingRun:
         self._stop = stop
         self._loader = _loader(config, streams, session)
         self._validation = _validation(config, streams, session)
-        self._saved_step = self._resume()
+        self._saved_step = resume(config, session, self._loader, directory, anew=anew)
+        self._saving: SaveInProgress | None = None
         self._records = Records(directory, writes=session.is_logging_rank, tensorboard=tensorboard)
         self._progress = TrainingProgress(
             config.logging.progress,
@@ -128,31 +133,12 @@ class PretrainingRun:
             if not stopped_by and self._validation_is_due(at_end=True):
                 self._evaluate()
             self._save()
+            self._finish_saving()
         self._records.close()
         outcome = Outcome(self._session.step, stopped_by, self._checkpoint())
         if self._session.is_logging_rank:
             self._finish(outcome, perf_counter() - began)
         return outcome
-
-    def _resume(self) -> int | None:
-        """Go on from the newest checkpoint; return its step, or None where the run begins."""
-        step = self._newest_step()
-        if step is not None:
-            payload = self._session.load_checkpoint(str(self._directory.checkpoint(step)))
-            self._loader.load_state_dict(payload["loader_state"])
-        # Every rank has read the folder before the first one changes it.
-        dist.barrier()
-        if self._session.is_logging_rank:
-            self._directory.start(self._config, self._session.step)
-        return step
-
-    def _newest_step(self) -> int | None:
-        """The step that every rank goes on from; one of them looks, and says what it set aside."""
-        step, warnings = on_first_rank(self._directory.settle, doing="find the newest checkpoint")
-        if self._session.is_logging_rank:
-            for warning in warnings:
-                print(f"warning: {warning}", file=sys.stderr)
-        return step
 
     def _train(self) -> str | None:
         """Commit updates until run.steps; return the name of the signal that ended it before."""
@@ -176,6 +162,8 @@ class PretrainingRun:
         return receipts[-1]
 
     def _between_updates(self) -> None:
+        if self._saving is not None and self._saving.done:
+            self._finish_saving()
         if self._validation_is_due():
             self._evaluate()
         every = self._config.checkpoint.every
@@ -213,17 +201,37 @@ class PretrainingRun:
         step = self._session.step
         if not self._config.checkpoint.every or self._saved_step == step:
             return
+        self._finish_saving()
         with self._progress.pause():
-            path = self._directory.checkpoint(step)
-            self._session.save_checkpoint(str(path), loader_state=self._loader.state_dict())
-            on_first_rank(lambda: self._announce(step), doing="announce the checkpoint")
+            self._saving = self._session.save_checkpoint(
+                str(self._directory.checkpoint(step)),
+                loader_state=self._loader.state_dict(),
+                asynchronous=self._config.checkpoint.asynchronous,
+            )
         self._saved_step = step
-        self._progress.say(f"step {step}  checkpoint {path}")
+        if self._saving is None:
+            self._announce(step)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and announce it."""
+        if self._saving is None or self._saved_step is None:
+            return
+        with self._progress.pause():
+            self._saving.wait()
+        self._saving = None
+        self._announce(self._saved_step)
 
     def _announce(self, step: int) -> None:
+        """Let the first rank name the checkpoint as the one to go on from, and delete old ones."""
         kept = self._config.checkpoint
-        self._directory.announce(step)
-        self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
+
+        def announce() -> None:
+            self._directory.announce(step, checksums=not kept.asynchronous)
+            self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
+
+        with self._progress.pause():
+            on_first_rank(announce, doing="announce the checkpoint")
+        self._progress.say(f"step {step}  checkpoint {self._directory.checkpoint(step)}")
 
     def _checkpoint(self) -> Path | None:
         return None if self._saved_step is None else self._directory.checkpoint(self._saved_step)

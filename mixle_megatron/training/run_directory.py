@@ -3,8 +3,9 @@
 ``config.yaml`` is the resolved config, ``receipts.jsonl`` holds each committed step once and in
 order, ``evaluations.jsonl`` the losses of held-out text, ``checkpoints/`` Megatron-LM's layout
 (``iter_0000100/`` and ``latest_checkpointed_iteration.txt``), and ``stopped.json`` says that the run
-ended early. Only the logging rank writes; every rank reads. Judging checkpoints takes torch, which is
-loaded only where that is done: the process that launches ranks does without.
+ended early. ``before-1`` and so on are what the run was before it began anew. Only the logging rank
+writes; every rank reads. Judging checkpoints takes torch, which is loaded only where that is done: the
+process that launches ranks does without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from mixle_megatron.checkpoint.durable import delete_old, recover_all, write_text
+from mixle_megatron.checkpoint.durable import delete_old, recover_all, rename, sync_folder, write_text
 from mixle_megatron.checkpoint.iterations import TRACKER, iteration_name, named_by_tracker, steps_in
 from mixle_megatron.config.schema import Config, effective_config
 from mixle_megatron.errors import CheckpointError, Fault
@@ -72,6 +73,35 @@ class RunDirectory:
 
     # What goes in
 
+    def set_aside(self) -> Path | None:
+        """Move everything of the run so far into a folder of its own; one process calls it.
+
+        That folder, ``before-1`` and so on, is laid out as a run's. Checkpoints are moved last: while they
+        are in their place the run can be gone on with, and after a crash what is left follows the rest.
+
+        Returns:
+            The folder; None where there is nothing of the run yet.
+        """
+        there = [path for path in (*self._records, self.checkpoints) if path.exists()]
+        if not there:
+            return None
+        number = 1
+        while any((self._before(number) / path.name).exists() for path in there):
+            number += 1
+        self._before(number).mkdir(exist_ok=True)
+        for path in there:
+            rename(path, self._before(number) / path.name)
+        sync_folder(self.path)
+        return self._before(number)
+
+    def _before(self, number: int) -> Path:
+        return self.path / f"before-{number}"
+
+    @property
+    def _records(self) -> tuple[Path, ...]:
+        """What lies beside the checkpoints."""
+        return self.receipts, self.evaluations, self.stopped, self.path / "tensorboard", self._config
+
     def start(self, config: Config, step: int) -> None:
         """Write the config, and cut receipts and evaluations past the step that the run goes on from."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -96,15 +126,20 @@ class RunDirectory:
         choice = find_newest(self.checkpoints)
         return choice.step, settle(self.checkpoints, choice)
 
-    def announce(self, step: int) -> None:
+    def announce(self, step: int, *, checksums: bool = True) -> None:
         """Verify the checkpoint of ``step``, and name it as the one to go on from.
+
+        Args:
+            step: of a checkpoint.
+            checksums: whether to read every file again, or to compare names, sizes and metadata: each rank
+                has read its files back when it took their checksums.
 
         Raises:
             CheckpointError: it is not as its manifest has it.
         """
         from mixle_megatron.checkpoint.completeness import damage
 
-        found = damage(self.checkpoint(step), checksums=True, needs_manifest=True)
+        found = damage(self.checkpoint(step), checksums=checksums, needs_manifest=True)
         if found:
             raise CheckpointError(f"{self.checkpoint(step)}: " + "; ".join(map(str, found)))
         write_text(self.checkpoints / TRACKER, str(step))
@@ -135,13 +170,14 @@ def continued(config: Config, stored: Mapping[str, Any]) -> Config:
 
 def resume_faults(config: Config, stored: Mapping[str, Any]) -> list[Fault]:
     """What of ``config`` may not differ from the run that it goes on from, and does."""
+    directory = RunDirectory(config).path
     now, before = (dict(_flat(values)) for values in (_effective(config), stored))
     return [
         Fault(
             key,
             now.get(key),
             f"was {before.get(key)} when the run began, and may not change while it goes on",
-            f"use {before.get(key)}, or another run.name",
+            f"use {before.get(key)}, or another run.name, with run.resume.from={directory}",
         )
         for key in sorted(now.keys() | before.keys())
         if key.startswith(_FIXED) and now.get(key) != before.get(key)
