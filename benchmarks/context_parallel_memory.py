@@ -48,9 +48,9 @@ def bytes_in_use() -> int:
 
 
 def formula(cp: int) -> int:
-    """Bytes that all layers keep on one rank in fp32; one rank alone joins no outputs of two chunks."""
-    outputs = 1 if cp == 1 else 2
-    channels = ((1 + outputs) * HEADS + 2 * GROUPS) * CHANNELS
+    """Bytes that all layers keep on one rank in fp32; one rank alone works on copies of what is held here."""
+    own = (HEADS + 2 * GROUPS) * CHANNELS
+    channels = own * (2 if cp == 1 else 1) + 2 * HEADS * CHANNELS
     masks = 0 if cp == 1 else (2 * cp + 3) * SEQUENCE // (2 * cp)
     return LAYERS * 4 * (SEQUENCE // cp * BATCH * (channels + HEADS) + masks)
 

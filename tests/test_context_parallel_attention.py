@@ -369,8 +369,10 @@ def kept_for_the_backward_pass() -> tuple[int, list[bool]]:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_what_a_rank_keeps_for_the_backward_pass_falls_with_cp(run_on, cp: int) -> None:
-    outputs = 1 if cp == 1 else 2  # by chunk, and joined
-    channels = ((1 + outputs) * SMALL.heads + 2 * SMALL.groups) * SMALL.key_dim
+    own = (SMALL.heads + 2 * SMALL.groups) * SMALL.key_dim
+    outputs = 2 * SMALL.heads * SMALL.key_dim  # as the kernel gives them, and as the layer does
+    copies = own if cp == 1 else 0  # beside those that the test holds
+    channels = own + copies + outputs
     masks = 0 if cp == 1 else (2 * cp + 3) * SMALL.chunk // cp - 2
     expected = 4 * (2 * SMALL.chunk // cp * SMALL.batch * (channels + SMALL.heads) + masks)
     for kept, alive in run_on(cp, kept_for_the_backward_pass):

@@ -108,8 +108,11 @@ class TorchAttention(MegatronModule):
         dropout: float,
     ) -> torch.Tensor:
         """``[sequence, batch, heads, width]``; causal over the same tokens where no mask is given."""
-        # torch's kernel for CPUs reads each head's tokens one after another: worth a copy.
-        query, key, value = (tensor.permute(1, 2, 0, 3).contiguous() for tensor in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self._cp_group is None:
+            # torch's kernel for CPUs reads each head's tokens one after another: worth a copy, and
+            # what it was copied from is kept by nobody. Chunks of a shared sequence are copies already.
+            query, key, value = (tensor.contiguous() for tensor in (query, key, value))
         context = scaled_dot_product_attention(
             query,
             key,
