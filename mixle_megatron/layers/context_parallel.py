@@ -10,11 +10,11 @@ a batch of b sequences and elements of e bytes, a layer's attention keeps
     ``s / cp * b * ((3 * h + 2 * g) * d * e + 4 * h)`` bytes, and one row of a mask for each chunk:
 
 its own queries, keys and values, its outputs as the kernel gives them and as the layer does, and 4
-bytes for each row of scores. The gathered keys and values, ``2 * s * b * g * d * e`` bytes whatever cp is, exist in one
-layer at a time, where putting them in order takes 2 times as much and adding up their gradients 4
-times: they are dropped after the forward pass and gathered once more for the backward pass. So a
-layer sends half as much again as one that keeps them: two all-gathers and one reduce-scatter of that
-size. With dropout torch computes the scores explicitly, and keeps them (``s / cp * s * b * h``
+bytes for each row of scores. The gathered keys and values, ``2 * s * b * g * d * e`` bytes whatever cp
+is, exist in one layer at a time, where putting them in order takes 2 times as much and adding up their
+gradients 4 times: they are dropped after the forward pass and gathered once more for the backward
+pass. So a layer sends half as much again as one that keeps them: two all-gathers and one reduce-scatter
+of that size. With dropout torch computes the scores explicitly, and keeps them (``s / cp * s * b * h``
 elements, several times) and copies of the keys that it scaled.
 """
 
