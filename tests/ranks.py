@@ -49,8 +49,11 @@ class RankPool:
         """Call ``function(*args)`` on ``ranks`` ranks at once; return what it gave on each of them.
 
         The default group has exactly these ranks and ends with the call. A failure ends all workers,
-        as the others may be waiting for the rank that failed; the next call starts new ones.
+        as the others may be waiting for the rank that failed; the next call starts new ones, and so
+        does one that finds a worker gone, which a host short of memory may have ended between two calls.
         """
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.close()
         while len(self._workers) < ranks:
             self._workers.append(_Worker(self._store.port))
         self._calls += 1

@@ -53,3 +53,11 @@ def test_an_exception_arrives_with_its_rank_and_traceback_and_the_pool_goes_on(p
 def test_a_dead_process_is_reported_with_its_exit_code(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="exit code 7"):
         pool.run_on(1, die)
+
+
+def test_a_process_that_died_between_two_calls_is_replaced(pool: RankPool) -> None:
+    assert len(pool.run_on(2, summed_rank, 0)) == 2
+    gone = pool._workers[1].process
+    gone.kill()
+    gone.join()
+    assert pool.run_on(2, summed_rank, 0) == [(0, 0, 1.0), (1, 1, 1.0)]
