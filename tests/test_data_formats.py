@@ -1,4 +1,4 @@
-"""Zstandard and Parquet as input of ``data build``; skipped where the package that reads one is not there."""
+"""What input files hold, told by their names; Zstandard and Parquet, skipped without their packages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mixle_megatron.data import shards
 from mixle_megatron.data.building import BuildRequest, build_corpus
+from mixle_megatron.data.inputs import Compression, Format, find_inputs
 from mixle_megatron.errors import Refused
 
 DOCUMENTS = [f"document {number} é" * (number % 5) for number in range(700)]
@@ -26,6 +27,38 @@ def built(path: Path, **options) -> dict[str, bytes]:
 def straight(folder: Path) -> dict[str, bytes]:
     straight_loop(folder / "straight", as_bytes(DOCUMENTS))
     return contents(folder / "straight")
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "compression"),
+    [
+        ("a.txt", Format.TEXT, Compression.NONE),
+        ("a", Format.TEXT, Compression.NONE),
+        ("a.json", Format.JSON_LINES, Compression.NONE),
+        ("A.JSONL.GZ", Format.JSON_LINES, Compression.GZIP),
+        ("b.jsonl.txt", Format.TEXT, Compression.NONE),
+        ("a.md.gz", Format.TEXT, Compression.GZIP),
+        ("a.gz", Format.TEXT, Compression.GZIP),
+    ],
+)
+def test_names_say_what_files_hold(tmp_path, name, form, compression):
+    (tmp_path / name).write_text("x")
+    (found,), faults = find_inputs([str(tmp_path / name)])
+    assert (found.format, found.compression, faults) == (form, compression, [])
+    (found,), faults = find_inputs([str(tmp_path / name)], Format.JSON_LINES)
+    assert (found.format, found.compression, faults) == (Format.JSON_LINES, compression, [])
+
+
+def test_a_folder_gives_every_kind_and_each_file_once(tmp_path):
+    names = ["a.txt", "b.jsonl", "c/d.md.gz", "c/e.json.gz"]
+    for name in [*names, "f.csv", ".hidden.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found, faults = find_inputs(
+        [str(tmp_path / "c" / "e.json.gz"), str(tmp_path), str(tmp_path / "**/*.txt")]
+    )
+    assert faults == []
+    assert [each.path for each in found] == [str(tmp_path / name) for name in [names[3], *names[:3]]]
 
 
 def test_zstandard(tmp_path):

@@ -119,11 +119,12 @@ class SpanReader:
             if number == 1 and not self._span.start:
                 line = line.removeprefix(_BOM)
             try:
-                record = json.loads(line.decode("utf-8"))
-                yield record[key].encode("utf-8")
+                document = json.loads(line.decode("utf-8"))[key].encode("utf-8")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 if line.strip():
                     yield self._bad(number, _wrong_with_line(line, key, error))
+            else:
+                yield document
 
     def _rows(self, raw: IO[bytes]) -> Iterator[bytes | BadRecord]:
         """The documents of a Parquet file: the strings of one column."""
