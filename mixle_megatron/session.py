@@ -375,6 +375,7 @@ class MegatronSession:
         typed_scheduler_state: Any = None,
         extra: dict[str, Any] | None = None,
         asynchronous: bool = False,
+        afterwards: Callable[[], None] | None = None,
     ) -> SaveInProgress | None:
         """Write everything that this session resumes from into the folder ``path``.
 
@@ -388,6 +389,8 @@ class MegatronSession:
                 its name after a later committed update, or when the next save, load, ``close`` or the
                 returned object's ``wait`` returns; what goes wrong raises CheckpointError in the first
                 call after it is known, on every rank.
+            afterwards: what global rank 0 does when the checkpoint has its name, before it counts as saved:
+                in a thread of its own, if it is asynchronous. A CheckpointError is raised on every rank.
 
         Returns:
             The save that goes on, if it is asynchronous.
@@ -415,11 +418,14 @@ class MegatronSession:
         facts = Facts(
             step=self.step,
             plan=self.plan.as_dict(),
-            model=asdict(self._dimensions),
+            model=asdict(self._dimensions)
+            | {name: value for name, value in self._provider.description().items() if value is not None},
             optimizer_format=self.optimizer_format,
             precision=self.precision,
         )
-        saving = self._saves.save(path, payload, facts, asynchronous=asynchronous)
+        saving = self._saves.save(
+            path, payload, facts, asynchronous=asynchronous, afterwards=afterwards or (lambda: None)
+        )
         self._traffic.take()
         return saving
 

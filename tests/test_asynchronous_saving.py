@@ -325,3 +325,39 @@ def test_replicas_of_unequal_data_finish_it_together(run_on: Any, tmp_path: Path
     assert said == also_said
     assert ("rank 1: [Errno 27]" if broken else "finished") in said
     assert (tmp_path / "checkpoint").exists() is not broken
+
+
+def save_and_then(folder: str, asynchronous: bool) -> tuple[list[bool], str, bool]:
+    """What the first rank found when the checkpoint had its name; what a failure of that says, and leaves."""
+    import torch.distributed as dist
+
+    called = []
+
+    def look() -> None:
+        assert dist.get_rank() == 0
+        called.append(Path(folder, "first").is_dir())
+
+    def fail() -> None:
+        raise CheckpointError("no, thank you")
+
+    with session(dp_shard=2) as opened:
+
+        def save(name: str, afterwards: Callable[[], None]) -> None:
+            path = f"{folder}/{name}"
+            saving = opened.save_checkpoint(path, asynchronous=asynchronous, afterwards=afterwards)
+            if saving is not None:
+                saving.wait()
+
+        save("first", look)
+        said = message_of(lambda: save("second", fail), CheckpointError)
+        train_update(opened, 0)
+        return called, said, Path(folder, "second").is_dir()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_the_first_rank_does_afterwards_is_part_of_the_save(
+    run_on: Any, tmp_path: Path, asynchronous: bool
+) -> None:
+    first, second = run_on(2, save_and_then, str(tmp_path), asynchronous)
+    assert first == ([True], "no, thank you", True)
+    assert second == ([], "no, thank you", True)

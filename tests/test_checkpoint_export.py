@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from small_gpts import VOCABULARY
 
 from mixle_megatron.checkpoint.export import export_checkpoint
+from mixle_megatron.checkpoint.manifest import MANIFEST
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.errors import Refused
 
@@ -144,6 +145,7 @@ def fit(path: str) -> Tensors:
     import mixle_megatron  # noqa: F401  registers the backend
 
     lm = LM(57, d_model=32, n_layer=2, n_head=4, block=16)
+    lm.module.mup_output_multiplier.fill_(0.5)
     ids = np.arange(24 * 17) * 7 % 57
     backend = {"distributed": True, "distributed_backend": "megatron", "optimizer": "adam"}
     lm.fit(ids, dense=True, batch_size=8, tp_size=2, checkpoint_path=path, **backend)
@@ -153,7 +155,7 @@ def fit(path: str) -> Tensors:
 def test_what_fit_saved_is_the_module_that_it_trained(run_on: Any, tmp_path: Path) -> None:
     expected = run_on(2, fit, str(tmp_path / "fit"))[0]
     out = tmp_path / "lm.pt"
-    export_checkpoint(tmp_path / "fit", out, to="mixle", heads=4, vocab_size=57)
+    export_checkpoint(tmp_path / "fit", out, to="mixle")
     assert_equal(dict(LM.load(str(out)).module.state_dict()), expected)
 
 
@@ -176,6 +178,7 @@ def test_mixle_refuses_shapes_that_its_model_has_not(run_on: Any, tmp_path: Path
     changed = {"ffn_hidden_size": 48, "add_bias_linear": False, "add_qkv_bias": True, "num_layers": 1}
     model = DENSE | changed
     run_on(1, train_and_save, model, {}, {}, "fp32", str(tmp_path / "checkpoint"))
+    (tmp_path / "checkpoint" / MANIFEST).unlink()
     with pytest.raises(Refused) as refused:
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="mixle", heads=4)
     assert [fault.field for fault in refused.value.faults] == [

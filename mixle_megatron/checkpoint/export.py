@@ -14,6 +14,7 @@ import torch
 
 from mixle_megatron.checkpoint.durable import WRITING, rename, sync_file
 from mixle_megatron.checkpoint.export_source import (
+    KnownModel,
     checkpoint_folder,
     known_model,
     known_wrongly,
@@ -32,8 +33,8 @@ from mixle_megatron.checkpoint.safetensors_file import TensorOutline, in_file_or
 from mixle_megatron.checkpoint.stored_tensors import ModelTensor, StoredTensors
 from mixle_megatron.checkpoint.weight_mismatches import mismatches
 from mixle_megatron.checkpoint.weight_sources import MODEL_KEY
-from mixle_megatron.config.model import ModelSection
 from mixle_megatron.errors import Fault, refuse_if_any
+from mixle_megatron.models.causal_lm_names import LOGIT_FACTOR
 
 Format = Literal["mixle", "safetensors"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -101,10 +102,11 @@ def export_checkpoint(
         refuse_if_any(language_model_faults(model))
         export.refuse_mismatches(logical_shapes(model))
         with _aside(out) as aside:
-            write_language_model(aside, model, DTYPES[dtype], export.tensors(stored.tensors))
+            values = export.tensors(stored.tensors)
+            write_language_model(aside, model, DTYPES[dtype], values, logit_factor=known.logit_factor)
     else:
         with _aside(out) as aside, aside.open("wb") as file:
-            export.write_safetensors(file, _header(folder, known.section))
+            export.write_safetensors(file, _header(folder, known))
     elements = sum(prod(export.shape(tensor)) for tensor in stored.tensors.values())
     return Exported(out, folder, len(stored.tensors), elements, dtype)
 
@@ -171,11 +173,15 @@ def _value_faults(stored: StoredTensors, dtype: str) -> list[Fault]:
     return faults
 
 
-def _header(folder: Path, model: ModelSection | None) -> dict[str, str]:
+def _header(folder: Path, known: KnownModel) -> dict[str, str]:
     """What an exported safetensors file says of itself."""
     header = {"format": "pt"}
-    if model is not None:
-        header[MODEL_KEY] = json.dumps(model.model_dump(mode="json"))
+    if known.section is not None:
+        header[MODEL_KEY] = json.dumps(known.section.model_dump(mode="json"))
+    if known.softmax_scale is not None:
+        header["mixle_megatron.softmax_scale"] = str(known.softmax_scale)
+    if known.logit_factor != 1.0:
+        header[f"mixle_megatron.{LOGIT_FACTOR}"] = str(known.logit_factor)
     step = step_of(folder.name)
     if step is not None:
         header["mixle_megatron.step"] = str(step)

@@ -18,6 +18,7 @@ from mixle_megatron.checkpoint.stored_tensors import ModelTensor, StoredTensors
 from mixle_megatron.config.load import load_config
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.errors import CheckpointError, Fault, Refused, refuse_if_any
+from mixle_megatron.models.causal_lm_names import LOGIT_FACTOR
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\..+")
 _POSITIONS = "embedding.position_embeddings.weight"
@@ -56,12 +57,14 @@ class KnownModel:
         vocab_size: tokens; None where that is not known.
         heads: attention heads; None where that is not known.
         softmax_scale: of attention, where it is another than the usual one.
+        logit_factor: what the logits are multiplied by, as muP does.
     """
 
     section: ModelSection | None = None
     vocab_size: int | None = None
     heads: int | None = None
     softmax_scale: float | None = None
+    logit_factor: float = 1.0
 
 
 def known_model(folder: Path, config: Path | None) -> KnownModel:
@@ -72,14 +75,20 @@ def known_model(folder: Path, config: Path | None) -> KnownModel:
         CheckpointError: the manifest is damaged.
     """
     of_run = folder.absolute().parent.parent / "config.yaml"
+    stated = (read_manifest(folder).facts.model if (folder / MANIFEST).is_file() else None) or {}
+    section = None
     if config is not None or of_run.is_file():
         section = load_config(config or of_run).config.model
-        return KnownModel(section, section.vocab_size, section.num_attention_heads)
-    stated = read_manifest(folder).facts.model if (folder / MANIFEST).is_file() else None
-    if stated is None:
-        return KnownModel()
-    section = _section(folder, stated) if stated.keys() >= _WHOLE else None
-    return KnownModel(section, *map(stated.get, ("vocab_size", "num_attention_heads", "softmax_scale")))
+    elif stated.keys() >= _WHOLE:
+        section = _section(folder, stated)
+    sizes = stated if section is None else section.model_dump()
+    return KnownModel(
+        section,
+        sizes.get("vocab_size"),
+        sizes.get("num_attention_heads"),
+        stated.get("softmax_scale"),
+        stated.get(LOGIT_FACTOR, 1.0),
+    )
 
 
 def _section(folder: Path, stated: Mapping[str, Any]) -> ModelSection:

@@ -18,7 +18,7 @@ import torch
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
 from mixle_megatron.errors import Fault
-from mixle_megatron.models.causal_lm_names import from_megatron, mixle_name
+from mixle_megatron.models.causal_lm_names import LOGIT_FACTOR, from_megatron, mixle_name
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _MODULES_OF_A_LAYER = (
@@ -102,7 +102,12 @@ def _sizes(model: ModelSection) -> dict[str, int]:
 
 
 def write_language_model(
-    path: Path, model: ModelSection, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    model: ModelSection,
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    logit_factor: float,
 ) -> None:
     """Write what ``LM.load`` reads.
 
@@ -114,6 +119,7 @@ def write_language_model(
         model: the sizes of the model, which :func:`language_model_faults` finds nothing against.
         dtype: of the parameters in the file.
         tensors: logical names and whole tensors of a GPTModel, all of them, in any order.
+        logit_factor: muP's output multiplier.
     """
     sizes = dimensions_of(model)
     with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as scratch:
@@ -124,7 +130,7 @@ def write_language_model(
         for logical, whole in tensors:
             state[mixle_name(logical)].copy_(from_megatron(logical, whole, sizes))
         state["head.weight"] = state["tok.weight"]
-        state["mup_output_multiplier"] = torch.tensor(1.0)
+        state[LOGIT_FACTOR] = torch.tensor(logit_factor)
         torch.save({**_sizes(model), "device": "cpu", "state_dict": state}, path)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import queue
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _disable_gc
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mixle_megatron.checkpoint.common_state import SESSION
-from mixle_megatron.checkpoint.durable import WRITING, publish, recover, sync_file, sync_folder
+from mixle_megatron.checkpoint.durable import publish, recover, sync_file, sync_folder
 from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.checkpoint.manifest import Facts, Table, checksum_files, files_of_rank, write_manifest
 from mixle_megatron.checkpoint.opening import is_checkpoint
@@ -45,7 +45,7 @@ _DOING = "write the checkpoint"
 
 
 @dataclass
-class _Save:
+class Save:
     """One save under way, on one rank.
 
     Attributes:
@@ -53,27 +53,27 @@ class _Save:
         aside: the folder that is written.
         facts: what the manifest says of it.
         outcome: where this rank's writer leaves what came of it.
+        afterwards: what the first rank does when the folder has its name, before the save is done.
         results: where Megatron looks for the writer's results.
-        failures: what the first rank could not write itself.
         megatrons: what Megatron does when every rank has written.
+        first_ranks: what is left of that for the first rank to write.
+        tables: what every rank has written, once that is known.
     """
 
     final: Path
     aside: Path
     facts: Facts
     outcome: Outcome
-    results: queue.Queue[Any]
-    failures: list[Exception]
-    megatrons: Sequence[Callable[[], None]]
+    afterwards: Callable[[], None]
+    results: queue.Queue[Any] = field(default_factory=queue.Queue)
+    megatrons: Sequence[Callable[[], None]] = ()
+    first_ranks: list[Callable[[], None]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
 
 
+@_disable_gc()
 def request_save(
-    stage: Stage,
-    path: str,
-    payload: dict[str, Any],
-    facts: Facts,
-    outcome: Outcome,
-    strategy: TorchDistSaveShardedStrategy,
+    stage: Stage, payload: dict[str, Any], save: Save, strategy: TorchDistSaveShardedStrategy
 ) -> AsyncRequest:
     """Make room for a checkpoint and collect what goes into it, in Megatron's terms. Collective.
 
@@ -82,41 +82,36 @@ def request_save(
 
     Args:
         stage: what to save.
-        path: the folder.
         payload: plain values, equal on all ranks.
-        facts: what the manifest says of it.
-        outcome: where this rank's writer is to leave what came of it.
+        save: where to.
         strategy: Megatron's; one that has saved the same tensors before knows how they are shared out
             over the files, and that they make up the whole.
 
     Returns:
-        What to execute. Its function writes this rank's files; once that has ended on every rank, the
-        last of its finalize functions gives the folder its name, or raises CheckpointError on all.
+        What to execute. Its function writes this rank's files; its finalize function is :func:`collect`, for
+        when that has ended on every rank. Then the first rank has to :func:`complete` the save.
     """
-    final = Path(path)
-    aside = final.with_name(final.name + WRITING)
-    on_first_rank(lambda: _make_room(aside, final), doing=_DOING)
-    state = sharded_state(stage, facts.optimizer_format)
+    on_first_rank(lambda: _make_room(save.aside, save.final), doing=f"{_DOING} {save.final}")
+    state = sharded_state(stage, save.facts.optimizer_format)
     state[SESSION] = payload
     state["random"] = random_of_rank(random_state())
     _spare_copies(state)
-    failures: list[Exception] = []
-    with kept_in_process() as results, _first_rank_failures_kept(failures):
+    with kept_in_process() as save.results, _failures_deferred(save.first_ranks):
         request = dist_checkpointing.save(
             state,
-            str(aside),
+            str(save.aside),
             strategy,
             validate_access_integrity=strategy.cached_central_plan is None,
             async_sharded_save=True,
             **ASYNCHRONOUS_SAVE,
         )
-    save = _Save(final, aside, facts, outcome, results, failures, list(request.finalize_fns))
+    save.megatrons = list(request.finalize_fns)
     if request.async_fn is None:
-        outcome.put(Written({}, {}))
-        return request._replace(finalize_fns=[partial(_finish, save)])
+        save.outcome.put(Written({}, {}))
+        return request._replace(finalize_fns=[partial(collect, save)])
     transforms = request.async_fn.args[0]  # of Megatron's own function, in both versions
-    write = partial(write_shards, outcome, transforms)
-    return request._replace(async_fn=write, finalize_fns=[partial(_finish, save)])
+    write = partial(write_shards, save.outcome, transforms)
+    return request._replace(async_fn=write, finalize_fns=[partial(collect, save)])
 
 
 def _spare_copies(state: dict[str, Any]) -> None:
@@ -137,84 +132,105 @@ def _is_part_of_storage(tensor: torch.Tensor) -> bool:
     return on_cpu and tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
-def _finish(save: _Save) -> None:
-    """Give the folder its name, when every rank's writer has ended. Collective.
+@_disable_gc()
+def collect(save: Save) -> None:
+    """Tell the first rank what every rank's writer has written, when all have ended. Collective.
 
     Raises:
-        CheckpointError: on every rank, where it could not be written on some.
+        CheckpointError: on every rank, where some could not write; nothing is left of the checkpoint then.
     """
-    try:
-        tables = _tables(save)
-        with _first_rank_failures_kept(save.failures):
-            for finalize in save.megatrons:
-                finalize()
-        on_first_rank(lambda: _complete(save, tables), doing=_DOING)
-    except CheckpointException as error:
-        _clear(save)
-        raise CheckpointError(f"cannot {_DOING} {save.final}: {error}") from error
-    except CheckpointError:
-        _clear(save)
-        raise
-
-
-def _tables(save: _Save) -> list[Table]:
-    """What every rank has written."""
     own = save.outcome.take()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own.table if isinstance(own, Written) else own)
     reasons = [f"rank {rank}: {each.reason}" for rank, each in enumerate(told) if isinstance(each, Failed)]
     if reasons:
+        if dist.get_rank() == 0:
+            _clear(save)
+        dist.barrier()
         raise CheckpointError(f"cannot {_DOING} {save.final}: " + "; ".join(reasons))
     save.results.put(own.results)
-    return told
+    save.tables = told
+    try:
+        with _writes_deferred(save.first_ranks):
+            for finalize in save.megatrons:
+                finalize()
+    except CheckpointException as error:  # no Exception of Python's
+        raise CheckpointError(f"cannot {_DOING} {save.final}: {error}") from error
 
 
-def _complete(save: _Save, tables: list[Table]) -> None:
-    """Checksum and sync what the first rank wrote beside the shards, and publish."""
-    if save.failures:
-        raise CheckpointError(f"cannot {_DOING} {save.final}: {save.failures[0]}") from save.failures[0]
-    rest = [name for name in files_of_rank(save.aside, 0) if name not in tables[0]]
-    for name in rest:
-        sync_file(save.aside / name)
-    write_manifest(save.aside, save.facts, [*tables, checksum_files(save.aside, rest)])
-    sync_folder(save.aside)
-    publish(save.aside, save.final)
+def complete(save: Save) -> None:
+    """Write what the first rank writes alone, and give the folder its name; only that rank calls it.
+
+    It is the only one to read or write files when the shards are there, and needs no other rank: a disk
+    that is slow or full keeps nobody waiting.
+
+    Raises:
+        CheckpointError: it could not be written, and nothing is left of it; or what ``afterwards`` raises.
+    """
+    try:
+        for write in save.first_ranks:
+            write()
+        rest = [name for name in files_of_rank(save.aside, 0) if name not in save.tables[0]]
+        for name in rest:
+            sync_file(save.aside / name)
+        write_manifest(save.aside, save.facts, [*save.tables, checksum_files(save.aside, rest)])
+        sync_folder(save.aside)
+        publish(save.aside, save.final)
+    except Exception as error:
+        _clear(save)
+        raise CheckpointError(f"cannot {_DOING} {save.final}: {error}") from error
+    save.afterwards()
 
 
-def _clear(save: _Save) -> None:
-    """Give the room back that a failed save took; no writer is left that could use it. Collective."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(save.aside, ignore_errors=True)  # the next save clears what stays, as after a crash
-    dist.barrier()
+def _clear(save: Save) -> None:
+    """Give the room back that a failed save took; no writer is left that could use it."""
+    shutil.rmtree(save.aside, ignore_errors=True)  # the next save clears what stays, as after a crash
 
 
-@contextmanager
-def _first_rank_failures_kept(failures: list[Exception]) -> Iterator[None]:
-    """Keep what the first rank could not write for :func:`_complete`, which tells every rank.
+def _writes_deferred(later: list[Callable[[], None]]) -> AbstractContextManager[None]:
+    """Let the first rank leave writing torch's ``.metadata`` and Megatron's ``metadata.json`` for later.
 
-    The first rank writes torch's ``.metadata``, Megatron's ``metadata.json`` and, in 0.16, the common
-    state while the others already wait for it in the next collective: raised there, a full disk would
-    leave them waiting until that times out.
+    Megatron writes them between collectives in which the other ranks wait: raised there, a full disk
+    would leave them waiting until those time out.
     """
 
-    def kept(writes: Callable[..., Any]) -> Callable[..., None]:
+    def deferred(writes: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **options: later.append(partial(writes, *arguments, **options))
+
+    return _replaced([(FileSystemWriterAsync, "finish"), (serialization, "save_config")], deferred)
+
+
+def _failures_deferred(later: list[Callable[[], None]]) -> AbstractContextManager[None]:
+    """Let the first rank fail to write the common state later: 0.16 writes it between collectives, too."""
+
+    def kept(writes: Callable[..., None]) -> Callable[..., None]:
         def keeping(*arguments: Any, **options: Any) -> None:
             try:
                 writes(*arguments, **options)
             except Exception as error:
-                failures.append(error)
+                later.append(partial(_raise, error))
 
         return keeping
 
-    writers = [(FileSystemWriterAsync, "finish"), (serialization, "save_config"), *COMMON_STATE_WRITER]
-    originals = [getattr(owner, name) for owner, name in writers]
-    for (owner, name), original in zip(writers, originals, strict=True):
-        setattr(owner, name, kept(original))
+    return _replaced(COMMON_STATE_WRITER, kept)
+
+
+@contextmanager
+def _replaced(
+    functions: Sequence[tuple[Any, str]], replacement: Callable[[Callable[..., None]], Callable[..., None]]
+) -> Iterator[None]:
+    originals = [getattr(owner, name) for owner, name in functions]
+    for (owner, name), original in zip(functions, originals, strict=True):
+        setattr(owner, name, replacement(original))
     try:
         yield
     finally:
-        for (owner, name), original in zip(writers, originals, strict=True):
+        for (owner, name), original in zip(functions, originals, strict=True):
             setattr(owner, name, original)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _make_room(aside: Path, final: Path) -> None:

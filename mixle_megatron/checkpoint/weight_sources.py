@@ -22,12 +22,12 @@ from mixle_megatron.checkpoint.portable_names import portable_name
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
 from mixle_megatron.errors import Fault, Refused, refuse_if_any
-from mixle_megatron.models.causal_lm_names import to_megatron
+from mixle_megatron.models.causal_lm_names import LOGIT_FACTOR, to_megatron
 
 MODEL_KEY = "mixle_megatron.model"
 """Under which the header of an exported safetensors file keeps the ``model`` section, as JSON."""
 
-_TIED, _EMBEDDING, _LOGIT_FACTOR = "head.weight", "tok.weight", "mup_output_multiplier"
+_TIED, _EMBEDDING = "head.weight", "tok.weight"
 _LANGUAGE_MODEL_SIZES = {
     "d_model": "hidden_size",
     "n_layer": "num_layers",
@@ -124,7 +124,7 @@ class _LanguageModel:
         self._tensors = {
             logical_name_of(name): tensor
             for name, tensor in state.items()
-            if name not in (_TIED, _LOGIT_FACTOR)
+            if name not in (_TIED, LOGIT_FACTOR)
         }
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -164,10 +164,10 @@ def _state_faults(path: Path, state: Mapping[str, torch.Tensor]) -> list[Fault]:
         for name, value in state.items()
         if not value.is_floating_point()
     ]
-    factor = state.get(_LOGIT_FACTOR)
+    factor = state.get(LOGIT_FACTOR)
     if factor is not None and (factor.numel() != 1 or float(factor) != 1.0):
         rule = f"of {path} multiplies the logits, which a config's model cannot"
-        faults.append(Fault(_LOGIT_FACTOR, factor.tolist(), rule, "train it with LM.fit"))
+        faults.append(Fault(LOGIT_FACTOR, factor.tolist(), rule, "train it with LM.fit"))
     head, embedding = state.get(_TIED), state.get(_EMBEDDING)
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         faults.append(Fault(_TIED, None, f"of {path} differs from {_EMBEDDING}, to which mixle ties it"))

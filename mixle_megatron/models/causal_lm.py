@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import dimensions_of
 from mixle_megatron.errors import Fault
-from mixle_megatron.models.causal_lm_names import from_megatron, is_qkv, mixle_name, to_megatron
+from mixle_megatron.models.causal_lm_names import LOGIT_FACTOR, from_megatron, is_qkv, mixle_name, to_megatron
 from mixle_megatron.models.gpt import GPT, build_gpt_stage
 from mixle_megatron.models.initialisation import shard
 from mixle_megatron.models.naming import logical_name
@@ -80,6 +80,13 @@ class WrappedCausalLM:
                 for logical, parameter in own.get(name, ()):
                     parameter.copy_(shard(to_megatron(logical, whole, sizes), parameter, groups))
         return stage
+
+    def description(self) -> Mapping[str, Any]:
+        """The ``model`` section of a config for it, and what muP adds that no config can say."""
+        described = self._section().model_dump(mode="json")
+        described[LOGIT_FACTOR] = float(self.module.mup_output_multiplier)
+        scale = self.transformer_fields().get("softmax_scale")
+        return described if scale is None else described | {"softmax_scale": scale}
 
     def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
         """The parameter as mixle's module has it: by its name there, and by its order of rows."""

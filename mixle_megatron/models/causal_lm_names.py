@@ -9,6 +9,9 @@ import torch
 from mixle_megatron.models.initialisation import is_vocabulary, with_padding
 from mixle_megatron.rules.dimensions import ModelDimensions
 
+LOGIT_FACTOR = "mup_output_multiplier"
+"""mixle's buffer by which muP multiplies the logits; GPTModel has none."""
+
 _OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": "tok.weight",
     "embedding.position_embeddings.weight": "pos.weight",

@@ -96,6 +96,10 @@ class GPT(ModelProvider):
             fields[name] = None if value == "none" else value
         return fields | self._expert_fields() | self._latent_attention_fields() | self._prediction_fields()
 
+    def description(self) -> Mapping[str, Any]:
+        """The config's ``model`` section."""
+        return self.model.model_dump(mode="json")
+
     def _expert_fields(self) -> dict[str, Any]:
         if self.model.num_moe_experts is None:
             return {}

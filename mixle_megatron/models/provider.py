@@ -82,6 +82,13 @@ class ModelProvider(Protocol):
         """
         ...
 
+    def description(self) -> Mapping[str, Any]:
+        """What a checkpoint's manifest says of the model beside its sizes; by default nothing.
+
+        Plain values. With all keys of a config's ``model`` section, an export needs no config.
+        """
+        return {}
+
     def in_callers_terms(self, placed: PlacedParameter) -> PlacedParameter:
         """A parameter of the stage as the caller's module has it; by default the caller's is the stage.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,10 +15,9 @@ import torch.distributed as dist
 
 from mixle_megatron.backend import MegatronBackend
 from mixle_megatron.checkpoint.asynchronous import SaveInProgress
-from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
 from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
-from mixle_megatron.errors import SessionError
+from mixle_megatron.errors import CheckpointError, SessionError
 from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
@@ -207,31 +207,32 @@ class PretrainingRun:
                 str(self._directory.checkpoint(step)),
                 loader_state=self._loader.state_dict(),
                 asynchronous=self._config.checkpoint.asynchronous,
+                afterwards=partial(self._announce, step),
             )
         self._saved_step = step
         if self._saving is None:
-            self._announce(step)
+            self._say_saved()
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and announce it."""
-        if self._saving is None or self._saved_step is None:
-            return
-        with self._progress.pause():
-            self._saving.wait()
-        self._saving = None
-        self._announce(self._saved_step)
+        """Wait for the checkpoint that is being written, if any."""
+        if self._saving is not None:
+            with self._progress.pause():
+                self._saving.wait()
+            self._saving = None
+            self._say_saved()
+
+    def _say_saved(self) -> None:
+        self._progress.say(f"step {self._saved_step}  checkpoint {self._checkpoint()}")
 
     def _announce(self, step: int) -> None:
-        """Let the first rank name the checkpoint as the one to go on from, and delete old ones."""
+        """Name the checkpoint as the one to go on from, and delete old ones; the first rank does."""
         kept = self._config.checkpoint
-
-        def announce() -> None:
-            self._directory.announce(step, checksums=not kept.asynchronous)
+        try:
+            self._directory.announce(step)
             self._directory.delete_old(step, keep=kept.keep, keep_every=kept.keep_every)
-
-        with self._progress.pause():
-            on_first_rank(announce, doing="announce the checkpoint")
-        self._progress.say(f"step {step}  checkpoint {self._directory.checkpoint(step)}")
+        except OSError as error:
+            folder = self._directory.checkpoint(step)
+            raise CheckpointError(f"cannot announce the checkpoint {folder}: {error}") from error
 
     def _checkpoint(self) -> Path | None:
         return None if self._saved_step is None else self._directory.checkpoint(self._saved_step)

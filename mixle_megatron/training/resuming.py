@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def resume(
         The step of the run's own checkpoint; None where it goes on from none.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or it does not fit the session.
+        CheckpointError: no checkpoint is whole, it does not fit the session, or the folder cannot be written.
     """
     step = None if anew else _newest_step(directory)
     if step is not None:
@@ -51,8 +52,7 @@ def resume(
     dist.barrier()
     if anew:
         _set_aside(directory)
-    if session.is_logging_rank:
-        directory.start(config, session.step)
+    on_first_rank(partial(directory.start, config, session.step), doing="begin the run's records")
     return step
 
 

@@ -126,20 +126,15 @@ class RunDirectory:
         choice = find_newest(self.checkpoints)
         return choice.step, settle(self.checkpoints, choice)
 
-    def announce(self, step: int, *, checksums: bool = True) -> None:
+    def announce(self, step: int) -> None:
         """Verify the checkpoint of ``step``, and name it as the one to go on from.
-
-        Args:
-            step: of a checkpoint.
-            checksums: whether to read every file again, or to compare names, sizes and metadata: each rank
-                has read its files back when it took their checksums.
 
         Raises:
             CheckpointError: it is not as its manifest has it.
         """
         from mixle_megatron.checkpoint.completeness import damage
 
-        found = damage(self.checkpoint(step), checksums=checksums, needs_manifest=True)
+        found = damage(self.checkpoint(step), checksums=True, needs_manifest=True)
         if found:
             raise CheckpointError(f"{self.checkpoint(step)}: " + "; ".join(map(str, found)))
         write_text(self.checkpoints / TRACKER, str(step))
