@@ -2,15 +2,18 @@
 
     python benchmarks/data_build.py
     python benchmarks/data_build.py --megabytes 300 --pairs 7
+    python benchmarks/data_build.py --megabytes 200 --pairs 1 --tokenizers hf
 
 Megatron-LM's way is the loop of its preprocessing tool: one process a core, each with its share of the
 files, takes a line, parses it, has its tokenizer make a list of ids of it, and adds that to an
 ``IndexedDatasetBuilder``; the datasets of the processes are then joined by ``add_index``. ``tight`` is the
 same loop written as well as it can be around that builder: ids are arrays, which are copied and never
-lists. Both write the same documents of the same files, made of the Python library's sources, as JSON lines.
+lists. Both write the same documents of the same files: JSON lines, made of the sources, headers and notes
+of the Python library and of all installed packages: a few hundred megabytes, none of it twice. ``hf`` is a
+byte-level BPE that the package ``tokenizers`` trains on some of them.
 
 ``ratio`` is their time over that of ``data build``, taken in turn. ``memory`` is the peak of the resident
-memory of the command with all its processes, on the corpus and on one that is four times as large.
+memory of the command with all its processes, on the corpus and on one of a quarter of its size.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -41,16 +45,20 @@ from mixle_megatron.training.quiet import quieten
 FIGURE = 1.0
 FILES = 16
 VOCABULARY = 8192
-LARGER = 4
+SMALLER = 4
+TRAINED_ON = 400
+SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".c", ".txt", ".md", ".rst")
 END = "<|end|>"
 
 Encode = Callable[[str], Any]
 
 
-def library_texts() -> Iterator[str]:
-    """The Python library's sources, without what is no UTF-8."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" not in path.parts:
+def installed_texts() -> Iterator[str]:
+    """The texts of the Python library and of installed packages, without what is no UTF-8."""
+    library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
+    own = (path for path in sorted(library.rglob("*")) if "site-packages" not in path.parts)
+    for path in chain(own, sorted(packages.rglob("*"))):
+        if path.suffix in SUFFIXES and path.is_file():
             try:
                 yield path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
@@ -58,12 +66,12 @@ def library_texts() -> Iterator[str]:
 
 
 def write_corpus(folder: Path, megabytes: float) -> list[str]:
-    """Files of JSON lines, of that size together: the sources again and again, each time another text."""
+    """Files of JSON lines, of that size together; what is installed comes again only if it is too little."""
     folder.mkdir()
-    texts, written, turn = list(library_texts()), 0, 0
+    written, turn = 0, 0
     files = [(folder / f"{number:02}.jsonl").open("w", encoding="utf-8") for number in range(FILES)]
     while written < megabytes * 1e6:
-        for number, text in enumerate(texts):
+        for number, text in enumerate(installed_texts()):
             line = json.dumps({"text": f"# {turn}\n{text}", "source": number}) + "\n"
             written += files[number % FILES].write(line)
             if written >= megabytes * 1e6:
@@ -75,7 +83,7 @@ def write_corpus(folder: Path, megabytes: float) -> list[str]:
 
 
 def trained_tokenizer(folder: Path) -> str | None:
-    """``hf:`` and the path of a byte-level BPE of the library's sources; None without the package."""
+    """``hf:`` and the path of a byte-level BPE of some of the texts; None without the package."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ModuleNotFoundError:
@@ -88,7 +96,7 @@ def trained_tokenizer(folder: Path) -> str | None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(list(library_texts())[:200], trainer)
+    tokenizer.train_from_iterator(islice(installed_texts(), TRAINED_ON), trainer)
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     return f"hf:{path}"
@@ -191,11 +199,12 @@ def compared(files: Sequence[str], folder: Path, name: str, workers: int, pairs:
     return found
 
 
-def peak_memory(files: Sequence[str], folder: Path, workers: int) -> float:
+def peak_memory(files: Sequence[str], folder: Path, name: str, workers: int) -> float:
     """The most that the command and its processes have resident at once, in megabytes."""
     prefix = folder / "out"
-    words = [sys.executable, "-m", "mixle_megatron", "data", "build", "--tokenizer", "byte"]
+    words = [sys.executable, "-m", "mixle_megatron", "data", "build", "--tokenizer", name]
     words += ["--output", str(prefix), "--workers", str(workers)]
+    words += [] if name == "byte" else ["--eod-token", END]
     words += [word for path in files for word in ("--input", path)]
     peak = 0
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -219,6 +228,14 @@ def resident(root: psutil.Process) -> int:
     except psutil.NoSuchProcess:
         pass  # one that has just ended
     return total
+
+
+def memory_of(
+    smaller: Sequence[str], files: Sequence[str], folder: Path, name: str, workers: int
+) -> dict[str, float]:
+    """The peak on a part of the corpus and on all of it, and how they compare."""
+    small, large = (peak_memory(each, folder, name, workers) for each in (smaller, files))
+    return {f"megabytes of 1/{SMALLER}": small, "megabytes": large, "growth": round(large / small, 3)}
 
 
 def same_tokens(files: Sequence[str], folder: Path, workers: int) -> bool:
@@ -268,10 +285,12 @@ def main() -> None:
                 open_tokenizer(tokenizer)
                 result[kind] = compared(files, folder, tokenizer, given.workers, given.pairs)
         if not given.no_memory:
-            larger = write_corpus(folder / "larger", LARGER * given.megabytes)
-            small, large = (peak_memory(each, folder, given.workers) for each in (files, larger))
-            result["memory"] = {"megabytes": small, f"megabytes of {LARGER}x": large}
-            result["memory"]["growth"] = round(large / small, 3)
+            smaller = write_corpus(folder / "smaller", given.megabytes / SMALLER)
+            result["memory"] = {
+                kind: memory_of(smaller, files, folder, name, given.workers)
+                for kind, name in names.items()
+                if kind in given.tokenizers and name
+            }
     result |= {
         "megabytes": given.megabytes,
         "workers": given.workers,

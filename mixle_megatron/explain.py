@@ -7,6 +7,7 @@ from math import inf, prod
 from typing import Any
 
 from mixle_megatron import megatron_names, memory, parameter_count
+from mixle_megatron.activations import ActivationTerms
 from mixle_megatron.config.here import here_faults
 from mixle_megatron.config.load import COMMAND_LINE, LoadedConfig, warnings_of
 from mixle_megatron.config.schema import (
@@ -18,6 +19,7 @@ from mixle_megatron.config.schema import (
     model_dimensions,
     pipeline_split,
 )
+from mixle_megatron.gpu_memory import GpuMemory
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
@@ -29,16 +31,21 @@ MOST_RANKS = 64
 """Largest plan of which every rank, and every pipeline stage, is listed."""
 ENDS = 8
 """Ranks and stages listed from either end of a larger plan."""
+NOT_COUNTED = "buffers of communication and of the operation that runs, padding of gradient buffers"
+"""What a rank holds besides what is estimated."""
 MOST_IN_GROUP = 4096
 """Largest group whose ranks are walked to describe it; of a larger one the ends are named."""
 
 
-def explain(loaded: LoadedConfig, *, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
+def explain(
+    loaded: LoadedConfig, *, ranks_per_node: int = RANKS_PER_NODE, gpu: GpuMemory | None = None
+) -> dict[str, Any]:
     """The translation of a config that the rules have passed.
 
     Args:
         loaded: a config and where its values came from.
         ranks_per_node: consecutive ranks that share a node.
+        gpu: the memory that a rank is to fit in; None judges no fit.
 
     Returns:
         Plain data with stable keys; sizes in sequences, tokens and bytes as their names say.
@@ -53,7 +60,7 @@ def explain(loaded: LoadedConfig, *, ranks_per_node: int = RANKS_PER_NODE) -> di
         "megatron": _megatron(config, plan),
         "batch": _batch(config, plan),
         "pipeline": _pipeline(config, plan),
-        "memory": _memory(config, plan),
+        "memory": _memory(config, plan, gpu),
         "ranks": _ranks(topology, ranks_per_node),
         "values": _values(loaded),
         "warnings": [fault.as_dict() for fault in [*warnings_of(loaded), *here_faults(config)]],
@@ -124,23 +131,60 @@ def _batch(config: Config, plan: PlanRecord) -> dict[str, int]:
     }
 
 
-def _memory(config: Config, plan: PlanRecord) -> dict[str, Any]:
-    model = model_dimensions(config)
+def _memory(config: Config, plan: PlanRecord, gpu: GpuMemory | None) -> dict[str, Any]:
+    """Bytes of the stages; of many that differ the first and last ones, while the fit is that of all."""
+    model, terms = model_dimensions(config), _activation_terms(config)
     stages = memory.memory_by_stage(
         model,
         plan,
         precision=config.precision,
         optimizer=config.optimizer.name,
         split=pipeline_split(config),
+        activations=terms,
     )
     whole = parameter_count.model_parameters(model)
+    listed = [stages[index].as_dict() for index in _ends(len(stages), MOST_RANKS)]
     return {
         "parameters": whole.total,
         "expert_parameters": whole.expert,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
-        "stages": [stage.as_dict() for stage in stages],
-        "not_counted": "activations, communication buffers, padding of gradient buffers",
+        "stages": listed,
+        "left_out": plan.pp - sum(stage["stages"] for stage in listed),
+        "activations_of": "transformer_engine" if terms.fused else "torch",
+        "routing": "even" if whole.expert else None,
+        "gpu": None if gpu is None else _fit(stages, gpu),
+        "not_counted": NOT_COUNTED,
+    }
+
+
+def _activation_terms(config: Config) -> ActivationTerms:
+    """What of a config decides its activations; layers are torch's where the config is for a CPU."""
+    model = config.model
+    return ActivationTerms(
+        micro_batch_size=config.batch.micro_batch_size,
+        element_bytes=memory.PARAMETER_BYTES[config.precision],
+        activation_func=model.activation_func,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        hidden_dropout=model.hidden_dropout > 0,
+        attention_dropout=model.attention_dropout > 0,
+        document_mask=getattr(config.data, "reset_attention_mask", False),  # of indexed data alone
+        fused=config.host.device != "cpu",
+    )
+
+
+def _fit(stages: list[memory.StageMemory], gpu: GpuMemory) -> dict[str, Any]:
+    """Whether a rank of the fullest stage fits; ``free_bytes`` is negative where it does not."""
+    fullest = max(stages, key=lambda stage: stage.total_bytes)
+    free = gpu.bytes - fullest.total_bytes
+    return {
+        "name": gpu.name,
+        "memory_bytes": gpu.bytes,
+        "fullest_stage": fullest.stage,
+        "free_bytes": free,
+        "fits": free >= 0,
     }
 
 

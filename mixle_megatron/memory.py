@@ -1,6 +1,7 @@
-"""What a rank of each pipeline stage holds, from closed formulas: parameters and their training state.
+"""What a rank of each pipeline stage holds, from closed formulas: training state, and activations.
 
-Activations, communication buffers and the padding of Megatron's gradient buffers are not counted.
+Buffers of communication and of the operation that runs, and the padding of Megatron's gradient buffers,
+are not counted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mixle_megatron.activations import (
+    ActivationTerms,
+    LayerActivations,
+    chunk_activations,
+)
 from mixle_megatron.parameter_count import stage_parameters
+from mixle_megatron.passes_in_flight import most_in_flight
 from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.precision import EXECUTED, RECIPES
 from mixle_megatron.rules.dimensions import ModelDimensions
@@ -48,6 +55,9 @@ class StageMemory:
         main_parameter_bytes: bytes of this rank's shard of the fp32 main parameters; 0 in fp32,
             where the parameters themselves are updated.
         optimizer_state_bytes: bytes of this rank's shard of the optimizer's state.
+        passes_in_flight: forward passes of a chunk whose backward pass is to come, at most.
+        activation_bytes: the most that they keep for it, and what recomputation adds; 0 where no terms
+            of the activations were given.
     """
 
     stage: int
@@ -61,6 +71,8 @@ class StageMemory:
     gradient_bytes: int
     main_parameter_bytes: int
     optimizer_state_bytes: int
+    passes_in_flight: int = 0
+    activation_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -70,6 +82,7 @@ class StageMemory:
             + self.gradient_bytes
             + self.main_parameter_bytes
             + self.optimizer_state_bytes
+            + self.activation_bytes
         )
 
     def as_dict(self) -> dict[str, int]:
@@ -85,6 +98,7 @@ def stage_memory(
     precision: str,
     optimizer: str = "adam",
     split: PipelineSplit = EVEN,
+    activations: ActivationTerms | None = None,
 ) -> StageMemory:
     """Bytes on one rank of a stage.
 
@@ -95,10 +109,14 @@ def stage_memory(
         precision: a key of :data:`PARAMETER_BYTES`.
         optimizer: a key of :data:`OPTIMIZER_STATES`.
         split: which layers each stage holds.
+        activations: what decides which activations are kept; None counts none.
     """
     held, topology = stage_parameters(model, plan, stage, split), Topology(plan)
     shard = -(-held.dense // topology.optimizer_shards)
     shard += -(-held.expert // topology.expert_optimizer_shards)
+    passes, kept = (0, 0)
+    if activations is not None:
+        passes, kept = stage_activations(LayerActivations(model, plan, activations), split, stage)
     return StageMemory(
         stage=stage,
         stages=1,
@@ -111,7 +129,21 @@ def stage_memory(
         gradient_bytes=held.total * GRADIENT_BYTES,
         main_parameter_bytes=0 if precision == "fp32" else shard * 4,
         optimizer_state_bytes=shard * 4 * OPTIMIZER_STATES[optimizer],
+        passes_in_flight=passes,
+        activation_bytes=kept,
     )
+
+
+def stage_activations(parts: LayerActivations, split: PipelineSplit, stage: int) -> tuple[int, int]:
+    """Forward passes in flight on a rank of a stage, at most, and the bytes of activations that it holds.
+
+    Args:
+        parts: what the parts of the model keep of a microbatch.
+        split: which layers each stage holds.
+        stage: index of the pipeline stage.
+    """
+    chunks = chunk_activations(parts, split, stage)
+    return most_in_flight(chunks, parts.plan.pp, stage, parts.plan.microbatches)
 
 
 def memory_by_stage(
@@ -121,14 +153,26 @@ def memory_by_stage(
     precision: str,
     optimizer: str = "adam",
     split: PipelineSplit = EVEN,
+    activations: ActivationTerms | None = None,
 ) -> list[StageMemory]:
-    """The stages in order, those in a row that are alike once; of very many, those at the ends."""
+    """The stages in order, those in a row that are alike once; of very many, those at the ends.
+
+    Arguments are those of :func:`stage_memory`.
+    """
     alike_unseen = split.pipeline_model_parallel_layout is None and (
         model.num_moe_experts is None or model.moe_layer_freq == 1
     )
     runs: list[StageMemory] = []
     for stage in _walked(plan.pp):
-        memory = stage_memory(model, plan, stage, precision=precision, optimizer=optimizer, split=split)
+        memory = stage_memory(
+            model,
+            plan,
+            stage,
+            precision=precision,
+            optimizer=optimizer,
+            split=split,
+            activations=activations,
+        )
         if runs and _continues(runs[-1], memory, alike_unseen):
             runs[-1] = replace(runs[-1], stages=stage - runs[-1].stage + 1)
         else:

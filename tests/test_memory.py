@@ -1,12 +1,24 @@
-"""Closed-form parameter counts against counting by hand."""
+"""Closed-form parameter counts against counting by hand, and bytes against what ranks hold."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
+from small_gpts import LLAMA, SIZES, parallel_plan
+from typer.testing import CliRunner
 
-from mixle_megatron.memory import MOST_STAGES, memory_by_stage
+from mixle_megatron.activations import ActivationTerms
+from mixle_megatron.cli.main import app
+from mixle_megatron.config.model import ModelSection
+from mixle_megatron.config.schema import dimensions_of
+from mixle_megatron.errors import Refused
+from mixle_megatron.gpu_memory import GPUS, gpu_memory
+from mixle_megatron.memory import MOST_STAGES, memory_by_stage, stage_memory
 from mixle_megatron.parameter_count import (
     layer_parameters,
     model_parameters,
@@ -14,9 +26,10 @@ from mixle_megatron.parameter_count import (
     stage_parameters,
     total_parameters,
 )
-from mixle_megatron.pipeline_split import PipelineSplit
+from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import ModelDimensions
+from mixle_megatron.topology import Topology
 
 GPT2_SMALL = ModelDimensions(
     num_layers=12,
@@ -213,3 +226,134 @@ def test_optimizer_state_is_sharded_over_dp_shard_and_copied_over_dp_replicate()
 def test_stages_that_are_alike_are_told_once() -> None:
     stages = memory_by_stage(GPT2_SMALL, PlanRecord(pp=6), precision="fp32")
     assert [(stage.stage, stage.stages) for stage in stages] == [(0, 1), (1, 4), (5, 1)]
+
+
+def test_stages_differ_by_what_they_have_in_flight() -> None:
+    terms = ActivationTerms(micro_batch_size=1, element_bytes=2, fused=True)
+    plan = PlanRecord(pp=6, microbatches=4)
+    stages = memory_by_stage(GPT2_SMALL, plan, precision="bf16", activations=terms)
+    assert [(stage.stage, stage.stages, stage.passes_in_flight) for stage in stages] == [
+        *((0, 1, 4), (1, 2, 4), (3, 1, 3), (4, 1, 2), (5, 1, 1)),
+    ]
+    assert stages[3].activation_bytes * 3 == stages[2].activation_bytes * 2
+    assert stages[0].total_bytes == 18 * stages[0].parameters + stages[0].activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [("h100", 80 * 10**9), ("H200", 141 * 10**9), ("80GiB", 80 * 2**30), ("1.5 tb", 1_500_000_000_000)],
+)
+def test_memory_of_a_gpu_by_name_or_size(asked: str, size: int) -> None:
+    assert gpu_memory(asked).bytes == size
+
+
+@pytest.mark.parametrize("asked", ["", "h1000", "80", "GiB", "-80GiB", "0GiB", "80 apples", "1e9GB", "nanGB"])
+def test_what_is_neither_a_gpu_nor_a_size_is_refused(asked: str) -> None:
+    with pytest.raises(Refused, match=f"use {next(iter(GPUS))}, .* or a size such as 80GB"):
+        gpu_memory(asked)
+
+
+def plan_says(*arguments: str, config: str = "tiny_gpt_cpu") -> str:
+    """What ``plan`` prints of a shipped config."""
+    path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
+    result = CliRunner().invoke(app, ["plan", str(path), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_plan_says_whether_a_rank_fits() -> None:
+    memory = json.loads(plan_says("--gpu-memory", "h100", "--json", config="llama3_70b"))["memory"]
+    fullest = max(memory["stages"], key=lambda stage: stage["total_bytes"])
+    assert memory["gpu"] == {
+        "name": "h100",
+        "memory_bytes": GPUS["h100"],
+        "fullest_stage": fullest["stage"],
+        "free_bytes": GPUS["h100"] - fullest["total_bytes"],
+        "fits": True,
+    }
+    assert [stage["passes_in_flight"] for stage in memory["stages"]] == [23, 21, 19, 17]
+    assert (memory["activations_of"], memory["routing"]) == ("transformer_engine", None)
+    assert "does not fit 1MiB" in plan_says("--gpu-memory", "1MiB")
+    assert "routed evenly" in plan_says("host.device=cpu", config="tiny_moe_cpu")
+    assert json.loads(plan_says("--json", "host.device=cpu"))["memory"]["activations_of"] == "torch"
+
+
+def test_of_many_stages_that_differ_the_ends_are_shown_and_all_are_judged() -> None:
+    overrides = ("model.num_layers=128", "plan.pp=128", "batch.global_batch_size=1024")
+    memory = json.loads(plan_says(*overrides, "--json"))["memory"]
+    assert (len(memory["stages"]), memory["left_out"]) == (16, 128 - 16)
+    assert "112 left out" in plan_says(*overrides)
+
+
+WITH_EXPERTS: dict[str, Any] = (
+    SIZES | LLAMA | {"num_layers": 4, "num_moe_experts": 4, "moe_ffn_hidden_size": 24}
+)
+FIRST_DENSE = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 40}
+
+
+def held_bytes(sizes: dict[str, int], split: PipelineSplit, precision: str) -> tuple[int, list[int]]:
+    """This rank's stage, and bytes of its parameters, gradients, main parameters and adam's moments."""
+    import torch
+
+    from mixle_megatron.backend import MegatronBackend
+    from mixle_megatron.models.gpt import GPT
+    from mixle_megatron.optimizer_shards import model_parameters, own_value
+
+    with MegatronBackend().prepare(
+        GPT(ModelSection(**(WITH_EXPERTS | FIRST_DENSE))),
+        plan=parallel_plan(**sizes),
+        precision=precision,
+        device="cpu",
+        pipeline=split,
+    ) as opened:
+        tokens = torch.zeros((sizes.get("microbatches", 1), SIZES["seq_length"]), dtype=torch.long)
+        opened.train_batch(tokens, tokens)
+        held = [parameter for _, parameter in opened.stage.named_parameters()]
+        own = [own_value(*each) for each in model_parameters(opened.stage.optimizer)]
+        own = [value for value in own if value is not None]
+        mains = own if precision != "fp32" else []
+        moments = [
+            state[name]
+            for part in opened.stage.optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        kinds = (held, [parameter.main_grad for parameter in held], mains, moments)
+        return opened.coordinate["pp"], [
+            sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in kinds
+        ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split", "precision"),
+    [
+        ({"dp_shard": 2, "dp_replicate": 2}, EVEN, "bf16"),
+        ({"dp_shard": 4, "ep": 2}, EVEN, "bf16"),
+        ({"tp": 2, "etp": 2, "cp": 2}, EVEN, "bf16"),
+        ({"tp": 2, "pp": 2, "microbatches": 2}, PipelineSplit(2), "bf16"),
+        ({"dp_shard": 2, "pp": 2, "ep": 2}, EVEN, "fp32"),
+    ],
+    ids=["dp", "ep", "etp and cp", "tp and virtual stages", "ep and pp in fp32"],
+)
+def test_ranks_hold_the_bytes_that_the_formula_says(
+    run_on, sizes: dict[str, int], split: PipelineSplit, precision: str
+) -> None:
+    """To the byte: on each rank what is whole there, and over all ranks together what is cut in shards.
+
+    Megatron pads the buffer that it cuts, so that one rank's shard is a little larger than another's.
+    """
+    plan = parallel_plan(**sizes)
+    model, topology = dimensions_of(ModelSection(**(WITH_EXPERTS | FIRST_DENSE)), plan.tp), Topology(plan)
+    main = moments = says_main = Fraction(0)
+    for stage, (parameters, gradients, own_main, own_moments) in run_on(
+        plan.world_size, held_bytes, sizes, split, precision
+    ):
+        says = stage_memory(model, plan, stage, precision=precision, split=split)
+        assert (parameters, gradients) == (says.parameter_bytes, says.gradient_bytes)
+        assert own_moments == pytest.approx(says.optimizer_state_bytes, rel=0.02)
+        parts = stage_parameters(model, plan, stage, split)
+        shard = Fraction(parts.dense, topology.optimizer_shards)
+        says_main += 4 * (shard + Fraction(parts.expert, topology.expert_optimizer_shards))
+        main, moments = main + own_main, moments + own_moments
+    assert main == (0 if precision == "fp32" else says_main)
+    assert moments == 2 * says_main

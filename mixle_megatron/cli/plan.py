@@ -14,16 +14,24 @@ def plan(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values set over those of the file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU|SIZE", help="Say whether a rank fits: h100, h200, b200, a100, …, or 80GB, 80GiB."
+        ),
+    ] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Consecutive ranks that share a node.")] = 8,
 ) -> None:
     """Show what a plan comes to in Megatron's terms: ranks, groups, arguments, batch, memory, values."""
     from mixle_megatron.config.load import check_config, load_config
     from mixle_megatron.explain import explain
+    from mixle_megatron.gpu_memory import gpu_memory as memory_of
     from mixle_megatron.rules import verdict
 
+    gpu = None if gpu_memory is None else memory_of(gpu_memory)
     loaded = load_config(config, overrides or [])
     verdict(check_config(loaded))
-    explanation = explain(loaded, ranks_per_node=ranks_per_node)
+    explanation = explain(loaded, ranks_per_node=ranks_per_node, gpu=gpu)
     if as_json:
         import json
 

@@ -159,16 +159,39 @@ def _memory_table(memory: Mapping[str, Any]) -> Group:
     title = f"Memory of one rank ({memory['parameters']:,} parameters in the model"
     routed = memory["expert_parameters"]
     title += f", {routed:,} of them in experts)" if routed else ")"
+    if memory["left_out"]:
+        title += f" (the first and last stages; {memory['left_out']} left out)"
     columns = ["stage", "layers", "parameters", *(["of experts"] if routed else [])]
-    table = _table((*columns, "weights", "gradients", "fp32 main", "optimizer", "together"), numbers=True)
-    parts = ("parameter", "gradient", "main_parameter", "optimizer_state", "total")
+    names = ("weights", "gradients", "fp32 main", "optimizer", "in flight", "activations", "together")
+    table = _table((*columns, *names), numbers=True)
     for stage in memory["stages"]:
         first, last = stage["stage"], stage["stage"] + stage["stages"] - 1
         name = str(first) if first == last else f"{first}-{last}"
         counts = [stage["parameters"], *([stage["expert_parameters"]] if routed else [])]
-        sizes = [byte_count(stage[f"{part}_bytes"]) for part in parts]
+        sizes = [byte_count(stage[f"{part}_bytes"]) for part in _PARTS]
+        sizes.insert(4, str(stage["passes_in_flight"]))
         table.add_row(name, str(stage["layers"]), *(f"{count:,}" for count in counts), *sizes)
-    return _titled(title, table, f"not counted: {memory['not_counted']}")
+    return _titled(title, table, "\n".join(_memory_notes(memory)))
+
+
+_PARTS = ("parameter", "gradient", "main_parameter", "optimizer_state", "activation", "total")
+
+
+def _memory_notes(memory: Mapping[str, Any]) -> list[str]:
+    """Whether the plan fits, and what the estimate is of."""
+    layers = {
+        "torch": "activations are what torch layers keep on a CPU",
+        "transformer_engine": "activations are what fused layers keep (Korthikanti et al. 2022)",
+    }[memory["activations_of"]]
+    even = ", with tokens routed evenly to experts" if memory["routing"] == "even" else ""
+    notes = [f"{layers}{even}", f"not counted: {memory['not_counted']}"]
+    gpu = memory["gpu"]
+    if gpu is None:
+        return notes
+    stage, there = f"stage {gpu['fullest_stage']}", f"{gpu['name']} ({byte_count(gpu['memory_bytes'])})"
+    if gpu["fits"]:
+        return [f"fits {there}: {stage} leaves {byte_count(gpu['free_bytes'])}", *notes]
+    return [f"does not fit {there}: {stage} takes {byte_count(-gpu['free_bytes'])} too much", *notes]
 
 
 def _value_table(values: Iterable[Mapping[str, Any]]) -> Group:
