@@ -6,9 +6,9 @@
 Both save the state of the same ``CausalLM`` after one update, its fp32 parameters and adam's two moments,
 in turn and in the same processes; bytes are those of this state, whatever a format adds. Both bring their
 files onto the disk and take their SHA-256, and ``bare`` is what is left of a save without the time in which
-rank 0 did either. A load reads files that were just written, from memory. mixle's compares all checksums
-first; this package does so where a run goes on, which ``load`` counts in, while ``load_alone`` is
-``load_checkpoint`` by itself. ``export`` is how much memory of its own an export needs, as a multiple of
+rank 0 did either. A load reads files that were just written, from memory. ``load`` is ``load_checkpoint``
+by itself, in which mixle's compares all checksums; this package's runs do so before they call it, which
+``verify_and_load`` counts in. ``export`` is how much memory of its own an export needs, as a multiple of
 the largest tensor.
 """
 
@@ -56,7 +56,7 @@ PLANS: dict[str, tuple[dict[str, int], str, str]] = {
 REPORTED_ONLY = "dp_shard=2, fully_reshardable"
 FIGURES = {"save": 1.0, "load": 1.0}
 OURS, THEIRS = "megatron", "torch_native"
-SIZES = {"vocab": 256, "d_model": 256, "n_layer": 8, "n_head": 8, "block": 64}
+SIZES = {"vocab": 256, "d_model": 512, "n_layer": 8, "n_head": 8, "block": 64}
 EXPORTED = {"vocab": 256, "d_model": 512, "n_layer": 8, "n_head": 8, "block": 64}
 ROWS = 4
 WATCHED = (
@@ -147,7 +147,7 @@ class Leg:
         alone = timed(lambda: session.load_checkpoint(str(self._folder)))
         verified = alone + (timed(self._verify) if self._backend == OURS else 0.0)
         bare = save - watch.seconds("fsync", "sha256")
-        return {"save": save, "bare": bare, **parts, "load": verified, "load_alone": alone}
+        return {"save": save, "bare": bare, **parts, "load": alone, "verify_and_load": verified}
 
     def _verify(self) -> None:
         """What a run does on its first rank before it goes on from a checkpoint."""

@@ -44,8 +44,8 @@ PLANS: dict[str, tuple[dict[str, int], str]] = {
 }
 REPORTED_ONLY = "dp_shard=2, fully_reshardable"
 FIGURE = 0.10
-MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 64, "vocab_size": 257}
-ROWS = 4
+MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 16, "vocab_size": 257}
+ROWS = 2
 WARM_UP = 3
 
 

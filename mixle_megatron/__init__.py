@@ -17,6 +17,7 @@ _PUBLIC = {
     "MegatronBackend": "mixle_megatron.backend",
     "MegatronSession": "mixle_megatron.session",
     "GPT": "mixle_megatron.models.gpt",
+    "DocumentBounds": "mixle_megatron.documents",
     "OptimizerSettings": "mixle_megatron.optimizer_settings",
     "CallableProvider": "mixle_megatron.models.callable_provider",
     "PipelineSplit": "mixle_megatron.pipeline_split",
@@ -26,6 +27,7 @@ _PUBLIC = {
     "Refused": "mixle_megatron.errors",
     "SessionError": "mixle_megatron.errors",
     "Unsupported": "mixle_megatron.errors",
+    "ray_train_loop": "mixle_megatron.cluster.ray_train",
 }
 
 __all__ = ["__version__", "register", *sorted(_PUBLIC)]

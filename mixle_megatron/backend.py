@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from mixle.utils.parallel.training_contracts import BackendCapabilities, ParallelPlan
+from mixle.utils.parallel.training_launchers import WorkerTopologyAttestation
 
 from mixle_megatron import host as cpu_host
+from mixle_megatron.attestation import agree_on_launch, compare_attestations
 from mixle_megatron.callers_groups import parallel_state_faults
 from mixle_megatron.capabilities import CAPABILITIES, capabilities
 from mixle_megatron.capability.refusals import host_faults
 from mixle_megatron.capability.torch_devices import facts_beside_torch
 from mixle_megatron.checkpoint.stored_state import FULLY_RESHARDABLE, OptimizerFormat
+from mixle_megatron.documents import DocumentBounds, bounds_faults
 from mixle_megatron.errors import Fault, Unsupported, refuse_if_any
+from mixle_megatron.evidence.numerics import with_evidence
+from mixle_megatron.evidence.store import kept_evidence
 from mixle_megatron.launch_environment import environment_faults
 from mixle_megatron.loss_scaling import scale_losses
 from mixle_megatron.models.built_module import BuiltModule, is_built
@@ -60,6 +66,8 @@ class MegatronBackend:
         uneven_batches: bool = True,
         pipeline: PipelineSplit = EVEN,
         optimizer_format: OptimizerFormat = FULLY_RESHARDABLE,
+        documents: DocumentBounds | None = None,
+        attestation: WorkerTopologyAttestation | Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> MegatronSession:
         """Check everything, start the process groups, build this rank's stage and open a session.
@@ -85,6 +93,10 @@ class MegatronBackend:
             optimizer_format: how checkpoints of the session hold the optimizer's state:
                 ``fully_reshardable`` loads under every plan; for ``dp_reshardable`` nothing is gathered,
                 and it loads where only ``dp_replicate``, ``dp_shard`` and ``cp`` change.
+            documents: what stops at the end of a document in rows that hold several: positions, attention.
+                By default nothing does.
+            attestation: what a launcher attested of this rank, such as mixle's Ray launcher. Its rank and
+                world size have to be those that this process has; its coordinate is relabelled.
 
         Raises:
             Refused: something does not fit, with all faults, before any process group is made.
@@ -97,7 +109,7 @@ class MegatronBackend:
         record = PlanRecord.from_plan(plan)
         dimensions = provider.dimensions(record.tp)
         refuse_if_any([] if dist.is_initialized() else environment_faults())
-        terms = SessionTerms(record, precision, choose_device(device), pipeline)
+        terms = SessionTerms(record, precision, choose_device(device), pipeline, documents)
         faults = all_faults(
             record,
             model=dimensions,
@@ -109,6 +121,8 @@ class MegatronBackend:
         faults += parallel_state_faults(record, experts=dimensions.num_moe_experts is not None)
         facts = facts_beside_torch(terms.device)
         faults += provider.faults(terms) + setting_faults + host_faults(precision, terms.device.type, facts)
+        if documents is not None:
+            faults += bounds_faults(documents, terms, provider, dimensions.vocab_size)
         verdict(faults + _not_executed_faults(scheduler, compile) + _format_faults(optimizer_format))
         host = Host.of(terms.device)
         if uneven_batches:
@@ -116,9 +130,20 @@ class MegatronBackend:
             host = dataclasses.replace(host, overlaps_reduction=False)
         executed = capabilities(facts)
         session = self._open(
-            provider, plan, host, settings, terms, timeout_minutes, seed, uneven_batches, executed
+            provider,
+            plan,
+            host,
+            settings,
+            terms,
+            timeout_minutes,
+            seed,
+            uneven_batches,
+            executed,
+            attestation,
         )
         session.optimizer_format = optimizer_format
+        shown = kept_evidence(facts).evidence
+        session.updates = with_evidence(session.updates, shown, precision, host.device.type)
         return session
 
     def _open(
@@ -132,6 +157,7 @@ class MegatronBackend:
         seed: int,
         uneven_batches: bool,
         executed: BackendCapabilities,
+        attestation: WorkerTopologyAttestation | Mapping[str, Any] | None,
     ) -> MegatronSession:
         undo = []
         try:
@@ -139,9 +165,21 @@ class MegatronBackend:
                 cpu_host.require()
                 undo.append(cpu_host.release)
             start_default_group(host.device, timeout_minutes=timeout_minutes)
+            agree_on_launch(plan, attestation)
             groups = make_groups(plan, split=terms.split, timeout_minutes=timeout_minutes)
             undo.append(lambda: destroy_groups(groups))
-            stage = Stage.build(provider, plan, groups, host, settings, terms.precision, seed, terms.split)
+            compare_attestations(plan, groups)
+            stage = Stage.build(
+                provider,
+                plan,
+                groups,
+                host,
+                settings,
+                terms.precision,
+                seed,
+                terms.split,
+                terms.documents,
+            )
             scale_losses(stage, terms.precision)
             return MegatronSession(
                 stage,

@@ -72,6 +72,10 @@ class CheckpointError(MixleMegatronError, RuntimeError):
     """A checkpoint could not be written, or does not fit what it is loaded into."""
 
 
+class RanksLost(MixleMegatronError, RuntimeError):
+    """Another rank died, or does not answer within the collective timeout; what it was doing is the cause."""
+
+
 class DoesNotFit(Refused, CheckpointError):
     """A checkpoint is not of what it should be loaded into; nothing of that was changed.
 

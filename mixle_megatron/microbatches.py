@@ -63,8 +63,11 @@ class Batch:
         return self.microbatches[0].inputs.shape[1]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its microbatches on ``device``."""
-        moved = (Microbatch(each.inputs.to(device), each.targets.to(device)) for each in self.microbatches)
+        """The same batch with its microbatches on ``device``; pinned memory is copied meanwhile."""
+        moved = (
+            Microbatch(each.inputs.to(device, non_blocking=True), each.targets.to(device, non_blocking=True))
+            for each in self.microbatches
+        )
         return Batch(tuple(moved), self.examples, self.tokens)
 
     def __iter__(self) -> Iterator[Microbatch]:

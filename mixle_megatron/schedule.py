@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
+from mixle_megatron.documents import DocumentBounds
 from mixle_megatron.microbatches import NOT_SUPERVISED, Batch, Microbatch, own_part
 from mixle_megatron.process_groups import MegatronGroups
 
@@ -25,18 +26,26 @@ class Schedule:
     session's, at the commit.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: Any, groups: MegatronGroups) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: Any,
+        groups: MegatronGroups,
+        documents: DocumentBounds | None = None,
+    ) -> None:
         """Choose the schedule.
 
         Args:
             chunks: the stage's chunks of layers, wrapped; more than one interleaves.
             config: their TransformerConfig.
             groups: this rank's groups.
+            documents: what stops at the end of a document; None where nothing does.
         """
         self._chunks = list(chunks)
         self._groups = groups
         # Only predictions of further tokens need the mask; every other module takes labels alone.
         self._passes_mask = bool(config.mtp_num_layers)
+        self._documents, self._dtype = documents, config.params_dtype
         pipeline = groups.collection.pp
         if pipeline.size() == 1:
             self._run: Callable[..., Any] = forward_backward_no_pipelining
@@ -66,7 +75,10 @@ class Schedule:
         one = len(self._chunks) == 1
         losses = self._run(
             forward_step_func=partial(
-                forward_step, context=self._groups.collection.cp, passes_mask=self._passes_mask
+                forward_step,
+                context=self._groups.collection.cp,
+                passes_mask=self._passes_mask,
+                places=self._places,
             ),
             data_iterator=iterators[0] if one else iterators,
             model=self._chunks[0] if one else self._chunks,
@@ -80,9 +92,21 @@ class Schedule:
             return 0.0
         return float(torch.stack(losses).sum(dtype=torch.float64))
 
+    def _places(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The positions of a microbatch's tokens, and its attention mask: None where that is causal."""
+        if self._documents is None:
+            return microbatch.positions(), None
+        ids = microbatch.inputs
+        return self._documents.position_ids(ids), self._documents.attention_mask(ids, self._dtype)
+
 
 def forward_step(
-    data: Iterator[Microbatch], model: torch.nn.Module, *, context: Any, passes_mask: bool = False
+    data: Iterator[Microbatch],
+    model: torch.nn.Module,
+    *,
+    context: Any,
+    passes_mask: bool,
+    places: Callable[[Microbatch], tuple[torch.Tensor, torch.Tensor | None]],
 ) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func``: run one microbatch, and say how to get its loss.
 
@@ -91,6 +115,7 @@ def forward_step(
         model: a chunk of the stage.
         context: the context-parallel group, whose ranks each see their part of every sequence.
         passes_mask: whether the model is told which targets are supervised, for losses of its own.
+        places: gives the positions of whole sequences, and the attention mask or None.
 
     Returns:
         The stage's output (each token's loss on the last stage), and the function from it to
@@ -103,7 +128,8 @@ def forward_step(
     # An ignored target has to name some row of the vocabulary; its loss is then masked out.
     labels = targets.masked_fill(~supervised, 0)
     mask = {"loss_mask": supervised.float()} if passes_mask else {}
-    output = model(own(microbatch.inputs), own(microbatch.positions()), None, labels=labels, **mask)
+    positions, attention_mask = places(microbatch)
+    output = model(own(microbatch.inputs), own(positions), attention_mask, labels=labels, **mask)
     return output, partial(summed_loss, supervised)
 
 

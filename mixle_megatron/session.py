@@ -18,7 +18,9 @@ from mixle.utils.parallel.training_contracts import (
     ParameterLayout,
     StepReceipt,
 )
+from mixle.utils.parallel.training_launchers import WorkerTopologyAttestation
 
+from mixle_megatron.attestation import attest
 from mixle_megatron.checkpoint.asynchronous import SaveInProgress, Saves
 from mixle_megatron.checkpoint.manifest import Facts
 from mixle_megatron.checkpoint.payload import given_back, saved_payload
@@ -360,6 +362,10 @@ class MegatronSession:
         self._pending = PendingUpdate()
         if self._routing is not None:
             self._routing.clear()
+
+    def attest(self) -> WorkerTopologyAttestation:
+        """This rank's coordinate in Megatron's groups, in mixle's axes; ``prepare`` compared all ranks'."""
+        return attest(self.plan, self.stage.groups)
 
     # Checkpoints
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 
+from mixle_megatron.documents import DocumentBounds
 from mixle_megatron.megatron_versions import forget_recorded_losses
 from mixle_megatron.microbatches import Batch
 from mixle_megatron.models.experts import forget_activations, mark_experts
@@ -71,6 +72,7 @@ class Stage:
         host: Host,
         settings: OptimizerSettings,
         precision: str,
+        documents: DocumentBounds | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
         self.config = config
@@ -82,6 +84,8 @@ class Stage:
         self._marks = [marks_of(chunk) for chunk in self.chunks]
         try:
             self._wrap(config, plan, groups, host, settings, precision)
+            self._schedule = Schedule(self._parallel, config, groups, documents)
+            self._train(True)
         except BaseException:
             self.release()
             raise
@@ -115,9 +119,7 @@ class Stage:
             decays_vectors=settings.decays_vectors,
         )
         self.scheduler = param_scheduler(settings, self.optimizer)
-        self._schedule = Schedule(self._parallel, config, groups)
         self._reduction_started = False
-        self._train(True)
 
     @classmethod
     def build(
@@ -130,6 +132,7 @@ class Stage:
         precision: str,
         seed: int,
         split: PipelineSplit = EVEN,
+        documents: DocumentBounds | None = None,
     ) -> Stage:
         """Build this rank's stage of ``provider``'s model; ``seed`` is what dropout draws from."""
         fields = provider.transformer_fields()
@@ -140,7 +143,7 @@ class Stage:
         chunks = [
             provider.build_stage(config, groups.of_chunk(number, count), host) for number in range(count)
         ]
-        return cls(chunks, config, plan, groups, host, settings, precision)
+        return cls(chunks, config, plan, groups, host, settings, precision, documents)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -226,6 +229,11 @@ class Stage:
         return UpdateOutcome(
             bool(committed), None if grad_norm is None else float(grad_norm), learning_rate, loss_scale
         )
+
+    def gather_parameters(self) -> None:
+        """Give every rank the parameters of which others keep the values, as after an update."""
+        for chunk in self._parallel:
+            chunk.start_param_sync(force_sync=True)
 
     def release(self) -> None:
         """Take the modules out of Megatron's wrappers: ordinary ones, with the values that they have."""

@@ -92,7 +92,7 @@ def test_the_whole_table_of_a_host(name: str) -> None:
     everything = {
         "axis": ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp"),
         "precision": ("fp32", "bf16", "fp16"),
-        "feature": ("distributed_optimizer", "reshardable_checkpoint"),
+        "feature": ("distributed_optimizer", "reshardable_checkpoint", "elastic_restart"),
     }
     for kind, names in everything.items():
         assert table.executed(kind) == (names if table.trains else ())
@@ -109,7 +109,7 @@ def test_mixle_reads_what_the_table_says(name: str) -> None:
     assert claimed.precisions == set(table.executed("precision"))
     assert {axis.value for axis in claimed.axes} == set(table.executed("axis"))
     assert claimed.distributed_optimizer == claimed.reshardable_checkpoint == table.trains
-    assert not claimed.elastic_restart
+    assert claimed.elastic_restart == table.trains
     assert len(claimed.requirements) == len(REQUIREMENTS)
     if table.trains:
         claimed.validate(ParallelPlan(tp=2, cp=2), precision="bf16")
@@ -165,13 +165,6 @@ def test_the_reason_says_what_is_missing_with_its_numbers(name: str, capability:
 @pytest.mark.parametrize(("name", "capability"), REMEDIES)
 def test_the_remedy_says_what_would_make_it_so(name: str, capability: str) -> None:
     assert REMEDIES[name, capability] in decide(HOSTS[name])[capability].standings["cuda"].remedy
-
-
-def test_elastic_restart_is_not_claimed_and_the_table_says_why() -> None:
-    capability = decide(LAPTOP)["elastic_restart"]
-    assert not capability.executes
-    assert "nothing here starts it again" in capability.telling.reason
-    assert capability.telling.remedy
 
 
 def test_the_engine_is_asked_where_the_hardware_would_do() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_restart import go_on_with_two_of_four
 from plan_matrix import DENSE, MICRO_BATCH, MIXTURE, batch, world_size
 from small_gpts import OPTIMIZERS
 
@@ -164,6 +165,7 @@ EXECUTIONS: dict[str, Callable[[Any, Path], None]] = {
     "fp16": precision("fp16", "float16", 1e-3),
     "distributed_optimizer": distributed_optimizer,
     "reshardable_checkpoint": reshardable_checkpoint,
+    "elastic_restart": lambda _run_on, folder: go_on_with_two_of_four(folder),
 }
 """What executes each claim."""
 

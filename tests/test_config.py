@@ -379,7 +379,7 @@ def test_options_are_frozen() -> None:
         *("batch", "checkpoint", "data", "evaluation", "host", "logging", "model"),
         *("optimizer", "pipeline", "plan", "precision", "run"),
     ]
-    assert len(list(dotted_keys())) == 119
+    assert len(list(dotted_keys())) == 121
 
 
 UNREAD = {

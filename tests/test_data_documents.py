@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mixle_megatron.config.sections import TextSection
+from mixle_megatron.config.data import TextSection
 from mixle_megatron.data import check_source
 from mixle_megatron.data.documents import find_documents
 

@@ -19,6 +19,8 @@ class NumberedSource:
         self.sequence_length = sequence_length
         self.seed = seed
         self.fingerprint = fingerprint
+        self.field = "data.paths"
+        self.unsupervised_after = None
         self.read = []
 
     def __len__(self):
@@ -27,6 +29,9 @@ class NumberedSource:
     def sample(self, global_index):
         self.read.append(global_index)
         return 10 * global_index + np.arange(self.sequence_length + 1)
+
+    def drawn(self, samples):
+        return [samples]
 
     def batch(self, global_indices):
         return np.stack([self.sample(index) for index in global_indices])

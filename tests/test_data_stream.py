@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixle_megatron.config.sections import TextSection
+from mixle_megatron.config.data import TextSection
 from mixle_megatron.data import check_source, prepare_text_data, stream_cache
 from mixle_megatron.errors import Refused
 

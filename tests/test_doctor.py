@@ -134,7 +134,9 @@ def test_every_key_of_the_json_is_documented() -> None:
 def test_the_json_has_the_keys_of_its_version() -> None:
     """What a program may rely on under schema version 1: keys are added, and none goes."""
     said = _said(LAPTOP)
-    assert set(said) == {"schema_version", "trains", "requirements", "capabilities", "warnings", "facts"}
+    assert set(said) == {
+        *("schema_version", "trains", "requirements", "capabilities", "warnings", "evidence", "facts"),
+    }
     assert set(said["requirements"][0]) == {"name", "needs", "found", "problem", "remedy", "met"}
     assert set(said["capabilities"][0]) == {"name", "kind", "executes", "reason", "remedy", "devices"}
     assert set(said["capabilities"][0]["devices"]) == {"cpu", "cuda"}

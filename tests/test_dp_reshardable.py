@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plan_matrix import GLOBAL_MICROBATCHES, plan_name, world_size
 from small_gpts import OPTIMIZERS
 from snapshots import differences, message_of, snapshot
@@ -148,7 +149,8 @@ def test_inspection_and_verification_know_it(saved: Path) -> None:
     assert inspection.optimizer_format == FORMAT
     assert {tensor.name.startswith(PIECES) for tensor in inspection.optimizer} == {True}
     sizes = {tensor.name: prod(tensor.shape) for tensor in inspection.optimizer}
-    assert sum(sizes.values()) == 3 * inspection.totals["parameters"]
+    moments = 2  # in fp32 the optimizer's values are the model's
+    assert sum(sizes.values()) == moments * inspection.totals["parameters"]
     assert damage(saved, checksums=True, needs_manifest=True) == []
 
 
@@ -186,3 +188,59 @@ def refused_format() -> str:
 def test_unknown_formats_are_refused(run_on: Any) -> None:
     (said,) = run_on(1, refused_format)
     assert said == "optimizer_format=dp_zero is not one of fully_reshardable, dp_reshardable"
+
+
+# Between precisions
+
+
+def main_values(session: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's fp32 value of each parameter of this rank's stage, whole over data parallelism."""
+    from mixle_megatron.optimizer_shards import gathered_value
+
+    parameters = session.stage.named_parameters()
+    return {name: gathered_value(session.optimizer, each).detach().clone() for name, each in parameters}
+
+
+def session_in(precision: str, optimizer_format: str) -> Any:
+    from mixle.utils.parallel.training_contracts import ParallelPlan
+
+    from mixle_megatron.backend import MegatronBackend
+    from mixle_megatron.models.gpt import GPT
+
+    return MegatronBackend().prepare(
+        GPT(ModelSection(**MODELS["biased, shared and gated"]), seed=7),
+        plan=ParallelPlan(dp_shard=2, ep=2),
+        optimizer=OPTIMIZERS["adam_scheduled"],
+        precision=precision,
+        device="cpu",
+        optimizer_format=optimizer_format,
+    )
+
+
+def carry_over(saved: str, loaded: str, optimizer_format: str, path: str) -> list[str]:
+    """Save in one precision and load in another; the parameters whose fp32 value that changed."""
+    with session_in(saved, optimizer_format) as session:
+        losses(session, "biased, shared and gated", range(2))
+        session.save_checkpoint(path)
+        expected = main_values(session)
+    with session_in(loaded, optimizer_format) as session:
+        session.load_checkpoint(path)
+        found = main_values(session)
+        rounded = {name: each.to(torch.float32) for name, each in session.stage.named_parameters()}
+    dtype = torch.bfloat16 if loaded == "bf16" else torch.float32
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, value in expected.items()
+        if not torch.equal(found[name], value) or not torch.equal(rounded[name], value.to(dtype).float())
+    ]
+
+
+@pytest.mark.parametrize("optimizer_format", [FORMAT, "fully_reshardable"])
+@pytest.mark.parametrize(("saved", "loaded"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_fp32_values_come_along_whatever_the_precision(
+    run_on: Any, tmp_path: Path, saved: str, loaded: str, optimizer_format: str
+) -> None:
+    """In fp32 a checkpoint has them once, as the model's."""
+    path = str(tmp_path / "checkpoint")
+    assert run_on(2, carry_over, saved, loaded, optimizer_format, path) == [[], []]

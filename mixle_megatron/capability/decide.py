@@ -170,10 +170,9 @@ _FEATURES = {
         EXECUTED, "checkpoints are tested to load under other plans, and other numbers of ranks"
     ),
     "elastic_restart": Standing(
-        WITHHELD,
-        "a run that ended goes on from its newest checkpoint, on as many ranks as it is given, but nothing "
-        "here starts it again",
-        "start it again by the same command, or have a scheduler do it",
+        EXECUTED,
+        "with plan.elastic a run goes on from its newest checkpoint on as many ranks as its launcher starts, "
+        "with the same global batch; tested by killing one rank of four for good",
     ),
 }
 

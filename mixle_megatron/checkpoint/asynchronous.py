@@ -27,20 +27,16 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
     TemporalAsyncCaller,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from mixle_megatron.checkpoint.completeness import BACKEND
 from mixle_megatron.checkpoint.durable import WRITING
 from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.checkpoint.manifest import Facts
-from mixle_megatron.checkpoint.saving import Save, complete, request_save
+from mixle_megatron.checkpoint.saving import Save, SharedOutSave, complete, request_save
 from mixle_megatron.checkpoint.shard_writing import Failed, ForkedOutcome, LocalOutcome, write_as_child
 from mixle_megatron.errors import CheckpointError, MixleMegatronError
 from mixle_megatron.stage import Stage
 
 _SECONDS_BETWEEN_POLLS = 0.05
-_VERSION = 1
-"""Of Megatron's format :data:`BACKEND`."""
 
 
 class Saves:
@@ -49,7 +45,7 @@ class Saves:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._last: SaveInProgress | None = None
-        self._strategies: dict[str | None, TorchDistSaveShardedStrategy] = {}
+        self._strategies: dict[str | None, SharedOutSave] = {}
 
     def save(
         self,
@@ -88,11 +84,10 @@ class Saves:
         self._last = SaveInProgress(final, outcome, request, partial(complete, save))
         return self._last
 
-    def _strategy(self, optimizer_format: str | None) -> TorchDistSaveShardedStrategy:
+    def _strategy(self, optimizer_format: str | None) -> SharedOutSave:
         """Megatron's, which plans again only where other tensors are saved."""
         if optimizer_format not in self._strategies:
-            made = TorchDistSaveShardedStrategy(BACKEND, _VERSION, cached_metadata=True)
-            self._strategies[optimizer_format] = made
+            self._strategies[optimizer_format] = SharedOutSave(self._stage.groups.collection.dp_cp)
         return self._strategies[optimizer_format]
 
     def poll(self) -> None:

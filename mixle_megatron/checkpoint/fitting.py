@@ -9,6 +9,7 @@ from mixle_megatron.checkpoint.portable_names import natural_order
 from mixle_megatron.checkpoint.stored_state import DP_RESHARDABLE, Stored
 from mixle_megatron.checkpoint.weight_mismatches import Shapes, mismatches
 from mixle_megatron.errors import Fault
+from mixle_megatron.optimizer_shards import VALUE
 
 if TYPE_CHECKING:
     from mixle_megatron.checkpoint.expected_state import Expected
@@ -82,16 +83,19 @@ def optimizer_faults(
     remedy = "prepare the session with that optimizer, or load the weights alone with what='model'"
     if writer is not None and writer != optimizer:
         return [Fault("optimizer", optimizer, f"cannot go on with {source}, which {writer} wrote", remedy)]
-    held = stored.pieces or stored.optimizer
-    if set(held) != set(kinds):
+    held = stored.held
+    if not held or {VALUE, *held} != set(kinds):
         rule = f"keeps {', '.join(kinds)} of each parameter, and {source} has {', '.join(held) or 'nothing'}"
         return [Fault("optimizer", optimizer, rule, remedy)]
     wanted = expected.cuts if stored.pieces else {name: expected.shapes[name] for name in expected.trained}
+    in_model = stored.fp32 - held[VALUE].keys()
     faults: dict[str, Fault] = {}
     for kind in kinds:
+        left_out = in_model if kind == VALUE else ()
+        sought = {name: size for name, size in wanted.items() if name not in left_out}
         found = held[kind] if stored.pieces else _without_padding(held[kind], wanted, expected.padded)
         model = f"the parameters that {optimizer} updates in this session"
-        for fault in mismatches(wanted, found, model=model, source=f"the {kind} of {source}"):
+        for fault in mismatches(sought, found, model=model, source=f"the {kind} of {source}"):
             faults.setdefault(fault.field, fault)
     return [faults[name] for name in sorted(faults, key=natural_order)]
 

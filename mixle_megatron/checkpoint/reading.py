@@ -24,12 +24,14 @@ class Reading:
         path: its folder.
         payload: what was saved beside the tensors.
         optimizer_format: how the optimizer's state is cut.
+        values_of_model: portable names of the parameters whose fp32 values it has in the model alone.
         random: whether its generators belong to the session's ranks: those of one plan do.
     """
 
     path: str
     payload: dict[str, Any]
     optimizer_format: OptimizerFormat
+    values_of_model: frozenset[str]
     random: bool
 
 
@@ -77,6 +79,8 @@ def judge_session(
             first.setdefault(fault.field, fault)
         if first:
             raise DoesNotFit(first.values())
-        return Reading(path, payload, stored.optimizer_format, random=saved == plan.as_dict())
+        of_model = frozenset(expected.cuts) - stored.held[VALUE].keys()
+        same_ranks = saved == plan.as_dict()
+        return Reading(path, payload, stored.optimizer_format, of_model, random=same_ranks)
 
     return on_first_rank(judge, doing="read the checkpoint")

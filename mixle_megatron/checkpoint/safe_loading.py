@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def safe_loading() -> Iterator[None]:
     """
     refused: list[CheckpointError] = []
     with (
-        _replaced(FileSystemReader, "read_metadata", _noting(refused, _read_metadata)),
+        _replaced(FileSystemReader, "read_metadata", _noting(refused, _metadata_reader())),
         _replaced(DefaultLoadPlanner, "load_bytes", _noting(refused, _load_bytes)),
         _unset(_UNSAFE),
     ):
@@ -68,10 +69,16 @@ def _noting(refused: list[CheckpointError], reader: Callable[..., Any]) -> Calla
     return noting
 
 
-def _read_metadata(reader: FileSystemReader, *_arguments: Any, rank: int | None = None) -> Any:
-    metadata = read_metadata(Path(reader.path, METADATA if rank is None else f"__{rank}{METADATA}"))
-    metadata.storage_meta.load_id = reader.load_id
-    return metadata
+def _metadata_reader() -> Callable[..., Any]:
+    """What reads each file once: Megatron asks for it several times in one load."""
+    read = cache(read_metadata)
+
+    def of_reader(reader: FileSystemReader, *_arguments: Any, rank: int | None = None) -> Any:
+        metadata = read(Path(reader.path, METADATA if rank is None else f"__{rank}{METADATA}"))
+        metadata.storage_meta.load_id = reader.load_id
+        return metadata
+
+    return of_reader
 
 
 def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: Any) -> None:

@@ -25,15 +25,17 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _disable_gc
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mixle_megatron.checkpoint.common_state import SESSION
+from mixle_megatron.checkpoint.completeness import BACKEND
 from mixle_megatron.checkpoint.durable import publish, recover, sync_file, sync_folder
 from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.checkpoint.manifest import Facts, Table, checksum_files, files_of_rank, write_manifest
 from mixle_megatron.checkpoint.opening import is_checkpoint
-from mixle_megatron.checkpoint.session_state import random_of_rank, sharded_state
+from mixle_megatron.checkpoint.session_state import random_of_rank, saved_state
 from mixle_megatron.checkpoint.shard_writing import Failed, Outcome, Written, write_shards
 from mixle_megatron.checkpoint.write_results import kept_in_process
 from mixle_megatron.errors import CheckpointError
@@ -42,6 +44,9 @@ from mixle_megatron.random_state import random_state
 from mixle_megatron.stage import Stage
 
 _DOING = "write the checkpoint"
+
+_VERSION = 1
+"""Of Megatron's format :data:`BACKEND`."""
 
 
 @dataclass
@@ -71,10 +76,32 @@ class Save:
     tables: list[Table] = field(default_factory=list)
 
 
+class SharedOutSave(FullyParallelSaveStrategyWrapper):
+    """Megatron's way of saving one kind of state: what several ranks have alike, they share out to write."""
+
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        """Begin with no plan.
+
+        Args:
+            replicas: the ranks among which tensors may be replicated.
+        """
+        made = TorchDistSaveShardedStrategy(BACKEND, _VERSION, cached_metadata=True)
+        super().__init__(made, replicas, do_cache_distribution=True)
+        self._alone = replicas.size() == 1
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether it has saved before: it then knows that the tensors make up the whole."""
+        return self.base_strategy.cached_central_plan is not None
+
+    def apply_saving_parallelization(self, sharded_state_dict: Any) -> None:
+        """Decide who writes what; Megatron would check all tensors each time where one rank is alone."""
+        if not self._alone:
+            super().apply_saving_parallelization(sharded_state_dict)
+
+
 @_disable_gc()
-def request_save(
-    stage: Stage, payload: dict[str, Any], save: Save, strategy: TorchDistSaveShardedStrategy
-) -> AsyncRequest:
+def request_save(stage: Stage, payload: dict[str, Any], save: Save, strategy: SharedOutSave) -> AsyncRequest:
     """Make room for a checkpoint and collect what goes into it, in Megatron's terms. Collective.
 
     A checkpoint that is there already is replaced once the new one is whole. Each rank checksums and
@@ -92,7 +119,7 @@ def request_save(
         when that has ended on every rank. Then the first rank has to :func:`complete` the save.
     """
     on_first_rank(lambda: _make_room(save.aside, save.final), doing=f"{_DOING} {save.final}")
-    state = sharded_state(stage, save.facts.optimizer_format)
+    state = saved_state(stage, save.facts.optimizer_format)
     state[SESSION] = payload
     state["random"] = random_of_rank(random_state())
     _spare_copies(state)
@@ -101,7 +128,7 @@ def request_save(
             state,
             str(save.aside),
             strategy,
-            validate_access_integrity=strategy.cached_central_plan is None,
+            validate_access_integrity=not strategy.has_planned,
             async_sharded_save=True,
             **ASYNCHRONOUS_SAVE,
         )

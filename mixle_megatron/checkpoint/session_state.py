@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mixle_megatron.checkpoint.expected_state import model_state
 from mixle_megatron.checkpoint.optimizer_state import optimizer_sharded_state, restore_optimizer
+from mixle_megatron.checkpoint.portable_names import portable_name
 from mixle_megatron.checkpoint.reading import Reading
 from mixle_megatron.checkpoint.safe_loading import safe_loading
 from mixle_megatron.checkpoint.stored_state import FULLY_RESHARDABLE, OptimizerFormat
 from mixle_megatron.errors import CheckpointError
+from mixle_megatron.optimizer_shards import is_own_value, model_parameters
 from mixle_megatron.random_state import restore_random_state
 from mixle_megatron.stage import Stage
 
@@ -36,14 +41,20 @@ def restore_session(stage: Stage, reading: Reading, *, keep_schedule: bool = Fal
     Raises:
         CheckpointError: it could not be read after all; the stage may then be restored in part.
     """
-    state = sharded_state(stage, reading.optimizer_format, loading=True)
+    valueless = _named(stage, reading.values_of_model)
+    state = sharded_state(stage, reading.optimizer_format, valueless, loading=True)
+    places = _read_in_fp32(state["model"], valueless)
     if reading.random:
         state["random"] = random_of_rank(None)
     loaded = load_sharded(state, reading.path)
+    values = {key: loaded["model"][chunk][name] for key, (chunk, name) in places.items()}
     for number, chunk in enumerate(stage.chunks):
         chunk.load_state_dict(loaded["model"][f"chunk{number}"])
     _restore_schedule(stage.scheduler, loaded["scheduler"], keep=keep_schedule)
-    restore_optimizer(stage, loaded["optimizer"], reading.optimizer_format)
+    restore_optimizer(stage, loaded["optimizer"], reading.optimizer_format, values)
+    if any(is_own_value(*each) and id(each[1]) not in values for each in model_parameters(stage.optimizer)):
+        # The model's tensors were rounded from values of which each rank has put back its own.
+        stage.gather_parameters()
     restore_loss_scale(stage.optimizer, loaded["loss_scale"])
     if reading.random:
         restore_random_state(loaded["random"])
@@ -67,23 +78,56 @@ def load_sharded(state: dict[str, Any], path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+def saved_state(stage: Stage, optimizer_format: OptimizerFormat = FULLY_RESHARDABLE) -> dict[str, Any]:
+    """What a checkpoint holds of model, optimizer and schedules, in Megatron's sharded form."""
+    parameters = model_parameters(stage.optimizer)
+    return sharded_state(
+        stage, optimizer_format, {id(each) for part, each in parameters if is_own_value(part, each)}
+    )
+
+
 def sharded_state(
-    stage: Stage, optimizer_format: OptimizerFormat = FULLY_RESHARDABLE, *, loading: bool = False
+    stage: Stage, optimizer_format: OptimizerFormat, valueless: Collection[int], *, loading: bool = False
 ) -> dict[str, Any]:
     """Model, optimizer and schedules in Megatron's sharded form.
 
     Args:
         stage: whose.
         optimizer_format: how the optimizer's state is cut.
+        valueless: ids of the parameters whose fp32 values are looked for in the model alone.
         loading: whether it only says what is to be read: then nothing is gathered.
     """
     model = model_state(stage)
     return {
         "model": model,
-        "optimizer": optimizer_sharded_state(stage, model, optimizer_format, loading=loading),
+        "optimizer": optimizer_sharded_state(stage, model, optimizer_format, valueless, loading=loading),
         "scheduler": stage.scheduler.state_dict(),
         "loss_scale": loss_scale_state(stage.optimizer),
     }
+
+
+def _named(stage: Stage, names: Collection[str]) -> set[int]:
+    """The ids of the parameters with these portable names."""
+    return {id(parameter) for name, parameter in stage.named_parameters() if portable_name(name) in names}
+
+
+def _read_in_fp32(model: dict[str, Any], parameters: Collection[int]) -> dict[int, tuple[str, str]]:
+    """Let these parameters be read unrounded; where in ``model`` they then are."""
+    places = {}
+    for chunk, shards in model.items():
+        for name, shard in shards.items():
+            key = id(getattr(shard, "data", None))
+            if key not in parameters:
+                continue
+            places[key] = chunk, name
+            if shard.data.dtype != torch.float32:
+                shards[name] = _in_fp32(shard)
+    return places
+
+
+def _in_fp32(shard: Any) -> Any:
+    changes: dict[str, Any] = {"data": torch.empty_like(shard.data, dtype=torch.float32)}
+    return replace(shard, **changes, **({"dtype": torch.float32} if isinstance(shard, ShardedTensor) else {}))
 
 
 def _restore_schedule(scheduler: Any, saved: dict[str, Any], *, keep: bool) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mixle_megatron.checkpoint.portable_names import OPTIMIZER, stacked
@@ -34,7 +35,9 @@ class Stored:
     Attributes:
         shapes: whole tensors of the model, by portable name, with rows of padding.
         keys: the key that each of them lies under.
-        optimizer: for each kind of optimizer state (``param`` is the fp32 value), the whole tensors
+        fp32: names of those that are stored in fp32.
+        optimizer: for each kind of optimizer state (``param`` is the fp32 value; of a parameter without
+            one it is the model's), the whole tensors
             that it is kept of, by portable name.
         pieces: likewise in the format ``dp_reshardable``: over how many tensor-parallel ranks each is cut,
             and the elements on each.
@@ -43,9 +46,15 @@ class Stored:
 
     shapes: dict[str, Shape] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    fp32: set[str] = field(default_factory=set)
     optimizer: dict[str, dict[str, Shape]] = field(default_factory=lambda: defaultdict(dict))
     pieces: dict[str, dict[str, Shape]] = field(default_factory=lambda: defaultdict(dict))
     objects: set[str] = field(default_factory=set)
+
+    @property
+    def held(self) -> dict[str, dict[str, Shape]]:
+        """The optimizer's state, in whichever format it is."""
+        return self.pieces or self.optimizer
 
     @property
     def optimizer_format(self) -> OptimizerFormat | None:
@@ -70,6 +79,8 @@ def stored_state(metadata: Metadata) -> Stored:
             for name, at in stacked(key, entry.size):
                 stored.shapes[name] = tuple(entry.size[len(at) :])
                 stored.keys[name] = key
+                if entry.properties.dtype == torch.float32:
+                    stored.fp32.add(name)
     return stored
 
 

@@ -16,8 +16,10 @@ def doctor(
     quieten()
     from mixle_megatron.capability.diagnosis import diagnose
     from mixle_megatron.capability.imports import facts_after_importing
+    from mixle_megatron.evidence.store import kept_evidence
 
-    diagnosis = diagnose(facts_after_importing())
+    facts = facts_after_importing()
+    diagnosis = diagnose(facts, kept_evidence(facts))
     if as_json:
         import json
 

@@ -35,6 +35,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         rows = [row for one in of_kind for row in _capability_rows(one, with_cuda)]
         columns = ("", *(("on",) if with_cuda else ()), "executes", "why", "what would make it so")
         _section(console, heading, columns, _merged(rows))
+    if diagnosis.evidence is not None:
+        console.print(Text("Evidence: " + printable(diagnosis.evidence.message)), "", sep="\n")
     warnings = [(one.about, one.message, one.remedy) for one in diagnosis.hazards]
     if warnings:
         _section(console, "Warnings", ("", "found", "what to do"), warnings)

@@ -23,23 +23,28 @@ from mixle_megatron.cli.checkpoint_export import export, import_
 from mixle_megatron.cli.doctor import doctor
 from mixle_megatron.cli.launch import app as launch_app
 from mixle_megatron.cli.plan import plan
-from mixle_megatron.errors import DoesNotFit, Refused
+from mixle_megatron.cli.verify import verify
+from mixle_megatron.errors import DoesNotFit, RanksLost, Refused
 
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED_EARLY = 3
 
 
 class RefusingGroup(TyperGroup):
-    """A group of commands that turns a refusal into one message and exit code 2."""
+    """A group of commands that turns a refusal, or the loss of other ranks, into one message and a code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what it refuses ends here."""
+        """Run the command; what it refuses ends here, and what it cannot go on without."""
         try:
             return super().invoke(ctx)
         except Refused as refused:
             if not (isinstance(refused, DoesNotFit) and os.environ.get("RANK", "0") != "0"):
                 typer.echo(refusal_message(refused), err=True)  # which every rank has found alike
             raise typer.Exit(EXIT_REFUSED) from None
+        except RanksLost as lost:
+            typer.echo(f"failed: {lost}", err=True)
+            raise typer.Exit(EXIT_FAILED) from None
 
 
 def refusal_message(refused: Refused) -> str:
@@ -62,6 +67,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor)
 app.command("plan")(plan)
+app.command("verify")(verify)
 app.add_typer(config_commands.app, name="config")
 checkpoint_commands.app.command("export")(export)
 checkpoint_commands.app.command("import")(import_)

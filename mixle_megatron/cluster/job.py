@@ -10,6 +10,7 @@ import yaml
 
 from mixle_megatron.cluster.fitting import network_warnings, world_faults
 from mixle_megatron.config.check import located
+from mixle_megatron.config.elastic import replanned
 from mixle_megatron.config.load import LoadedConfig, check_config, warnings_of
 from mixle_megatron.config.schema import Config, effective_plan
 from mixle_megatron.errors import Fault
@@ -65,7 +66,8 @@ class Job:
         """What the run reads or writes beside its working folder: the absolute paths that it states."""
         run = self.config.run
         beginning = [] if run.resume is None else [str(run.resume.path)]
-        paths = (run.dir, *beginning, *_texts(self.config.data.model_dump(mode="json")))
+        data = self.config.model_dump(mode="json", include={"data": ..., "evaluation": {"sets"}})
+        paths = (run.dir, *beginning, *_texts(data))
         return tuple(path for path in paths if path.startswith("/"))
 
 
@@ -73,8 +75,10 @@ def make_job(loaded: LoadedConfig, *, nodes: int, gpus_per_node: int) -> Job:
     """Lay a config out on nodes.
 
     Raises:
-        Refused: the config is at fault, or its plan has not ``nodes`` · ``gpus_per_node`` ranks.
+        Refused: the config is at fault, or its plan has not ``nodes`` · ``gpus_per_node`` ranks, and cannot
+            have them by being elastic.
     """
+    loaded = replanned(loaded, nodes * gpus_per_node)
     faults = check_config(loaded)
     verdict(faults or [*world_faults(loaded, nodes, gpus_per_node), *_text_faults(loaded.config)])
     return Job(loaded.config, stated_yaml(loaded.config), nodes, gpus_per_node)

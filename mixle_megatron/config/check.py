@@ -12,6 +12,8 @@ from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules import (
     batch_faults,
+    data_faults,
+    document_attention_faults,
     interleaving_faults,
     is_about_split,
     model_faults,
@@ -22,6 +24,7 @@ from mixle_megatron.rules import (
     recompute_faults,
     resolve_microbatches,
     schedule_faults,
+    validation_set_faults,
     vocabulary_faults,
     world_faults,
 )
@@ -49,8 +52,14 @@ def rule_faults(sections: Mapping[str, Any], world_size: int | None = None) -> l
         faults += _batch(sections)
     if there("plan", "pipeline", "batch", "model") and not any(map(is_about_split, faults)):
         faults += _interleaving(sections)
-    if there("model", "data"):
+    if there("model", "data") and sections["data"].source == "text":
         faults += vocabulary_faults(sections["model"].vocab_size, sections["data"].tokenizer)
+    if there("data"):
+        faults += data_faults(sections["data"])
+    if there("plan", "data") and getattr(sections["data"], "reset_attention_mask", False):
+        faults += document_attention_faults(_plan_record(sections["plan"]), "data.reset_attention_mask")
+    if there("evaluation"):
+        faults += validation_set_faults(sections["evaluation"].sets)
     if there("optimizer", "run"):
         faults += _schedule(sections)
     if there("precision"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mixle_megatron.capability.gather import facts_of_this_host
 from mixle_megatron.capability.refusals import host_faults
 from mixle_megatron.config.schema import Config
-from mixle_megatron.data import check_source
+from mixle_megatron.data import DataRequest, check_data
 from mixle_megatron.errors import Fault
 
 
@@ -14,11 +14,20 @@ def here_faults(config: Config) -> list[Fault]:
 
     The data is judged by names and sizes alone, the rest without loading torch.
     """
-    faults = check_source(config.data, seed=config.run.seed, seq_length=config.model.seq_length)
-    if not faults and config.evaluation.every and config.data.validation_fraction == 0:
-        rule = f"holds no text out, but evaluation.every={config.evaluation.every} asks for some"
-        faults.append(Fault("data.validation_fraction", 0.0, rule, "use 0.05, or evaluation.every=0"))
+    faults = check_data(data_request(config))
     hardware = host_faults(
         config.precision, config.host.device, facts_of_this_host(), device_field="host.device"
     )
     return faults + hardware
+
+
+def data_request(config: Config) -> DataRequest:
+    """What of a config decides its data."""
+    return DataRequest(
+        section=config.data,
+        sets=config.evaluation.sets,
+        evaluates=config.evaluation.every > 0,
+        sequence_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        seed=config.run.seed,
+    )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from mixle_megatron.config.check import located, rule_faults
 from mixle_megatron.config.here import here_faults
 from mixle_megatron.config.schema import Config, effective_config
-from mixle_megatron.config.schema_faults import SECTIONS, doubted_keys, schema_faults, shown
+from mixle_megatron.config.schema_faults import SECTIONS, doubted_keys, schema_faults, section_type, shown
 from mixle_megatron.config.unread import unread_values
 from mixle_megatron.config.yaml_source import check_yaml, read_yaml, yaml_fault
 from mixle_megatron.errors import Fault, Refused, refuse_if_any
@@ -215,11 +215,11 @@ def _sound_sections(values: Mapping[str, Any], error: ValidationError) -> dict[s
     sound: dict[str, Any] = {}
     if ("precision",) not in faulty:
         sound["precision"] = values.get("precision", Config.model_fields["precision"].default)
-    for name, section in SECTIONS.items():
+    for name in SECTIONS:
         given = values.get(name, {})
         if not isinstance(given, Mapping):
             continue
         kept = {key: value for key, value in given.items() if (name, key) not in faulty}
         with suppress(ValidationError):
-            sound[name] = section.model_validate(kept)
+            sound[name] = section_type(name, kept).model_validate(kept)
     return sound

@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from mixle_megatron.config.data import DataSection
 from mixle_megatron.config.fields import Section
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.optimizer import OptimizerSection
 from mixle_megatron.config.sections import (
     BatchSection,
     CheckpointSection,
-    DataSection,
     EvaluationSection,
     HostSection,
     LoggingSection,

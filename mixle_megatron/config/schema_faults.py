@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from mixle_megatron.config.data import (
+    DATA_SECTIONS,
+    SOURCES,
+    BlendEntry,
+    TextSection,
+    ValidationSetSection,
+    data_section,
+)
 from mixle_megatron.config.schema import Config
 from mixle_megatron.config.sections import ResumeSection
 from mixle_megatron.errors import Fault
 from mixle_megatron.rules.nearest import listed
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    name: field.annotation
+    name: TextSection if name == "data" else field.annotation
     for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    if name == "data" or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
 }
-"""The sections of a config by name."""
+"""The sections of a config by name; of ``data``, which has one for each source, that of text."""
 
-_MAPPINGS: dict[str, type[BaseModel]] = SECTIONS | {"run.resume": ResumeSection}
-"""Everything in a config that has keys, by its dotted key."""
+_MAPPINGS: dict[str, type[BaseModel]] = SECTIONS | {
+    "run.resume": ResumeSection,
+    "data.blend": BlendEntry,
+    "evaluation.sets": ValidationSetSection,
+    "evaluation.sets.blend": BlendEntry,
+}
+"""Everything in a config that has keys, by its dotted key without numbers and names of sets."""
+
+_NAMELESS = re.compile(r"\.\d+(?=\.|$)|(?<=^evaluation\.sets)\.[^.]*")
 
 _RULES = {
     "missing": "is required",
@@ -92,7 +109,8 @@ def _typed_remedy(key: str, kind: str, given: Any) -> str:
     if kind == "string_type" and isinstance(given, int | float):
         return f'quote it: "{given}"'
     if kind in {"model_type", "dict_type"}:
-        return f"its keys are {', '.join(_MAPPINGS[key].model_fields)}" if key in _MAPPINGS else ""
+        fields = _fields(key)
+        return f"its keys are {', '.join(fields)}" if fields else ""
     if kind == "list_type" and isinstance(given, str):
         return f"use [{given}]"
     if kind in {"int_type", "float_type"} and isinstance(given, str) and given.strip().isdigit():
@@ -102,7 +120,10 @@ def _typed_remedy(key: str, kind: str, given: Any) -> str:
 
 def _unknown_key(key: str, given: Any) -> Fault:
     parent = key.rpartition(".")[0]
-    rule = f"is not a key of {parent}" if parent in _MAPPINGS else "is not a section of the config"
+    rule = f"is not a key of {parent}" if _fields(parent) else "is not a section of the config"
+    others = _sources_with(key)
+    if others:
+        return Fault(key, given, f"is a key of data.source={listed(others)} alone", "leave it out")
     close = _resembling(key)
     if close:
         return Fault(key, given, rule, f"did you mean {close[0]}?")
@@ -113,16 +134,37 @@ def _unknown_key(key: str, given: Any) -> Fault:
 def _resembling(key: str) -> list[str]:
     """Known dotted keys that an unknown one may have meant, the likeliest first."""
     parent, _, leaf = key.rpartition(".")
-    siblings = _MAPPINGS[parent].model_fields if parent in _MAPPINGS else Config.model_fields
+    siblings = _fields(parent) or Config.model_fields
     beside = get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     beside = beside or [name for name in siblings if len(leaf) > 3 and leaf in name][:1]
-    start = f"{parent}." if parent in _MAPPINGS else ""
+    start = f"{parent}." if _fields(parent) else ""
     elsewhere = [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     return [start + name for name in beside] or elsewhere[:1]
 
 
+def _fields(key: str) -> dict[str, FieldInfo]:
+    """The keys of what has keys; of ``data`` those of every source; none of anything else."""
+    kind = _NAMELESS.sub("", key)
+    if kind == "data":
+        return {
+            name: field for section in DATA_SECTIONS.values() for name, field in section.model_fields.items()
+        }
+    return _MAPPINGS[kind].model_fields if kind in _MAPPINGS else {}
+
+
+def _sources_with(key: str) -> list[str]:
+    """The sources whose section has the key; none where it is no key of ``data``."""
+    parent, _, leaf = key.rpartition(".")
+    return [name for name in SOURCES if parent == "data" and leaf in DATA_SECTIONS[name].model_fields]
+
+
+def section_type(name: str, values: Any) -> type[BaseModel]:
+    """What validates the section ``name``, which for ``data`` depends on its source."""
+    return data_section(values) if name == "data" else SECTIONS[name]
+
+
 def dotted_keys() -> Iterator[str]:
-    """Every key that a config may have, as ``section.key``."""
+    """Every key that a config of text may have, as ``section.key``."""
     for name, section in SECTIONS.items():
         yield from (f"{name}.{key}" for key in section.model_fields)
 
@@ -142,7 +184,7 @@ def _meaning(key: str) -> str:
         required = [name for name, field in _MAPPINGS[key].model_fields.items() if field.is_required()]
         return f"state it, with {listed(required).replace(' or ', ' and ')}"
     section, _, leaf = key.rpartition(".")
-    fields = _MAPPINGS[section].model_fields if section in _MAPPINGS else Config.model_fields
+    fields = _fields(section) or Config.model_fields
     description = fields[leaf].description if leaf in fields else None
     return f"state it ({description.rstrip('.')})" if description else ""
 

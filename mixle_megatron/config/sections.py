@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, create_model
 
+from mixle_megatron.config.data import ValidationSetSection
 from mixle_megatron.config.fields import (
     LARGEST_SIZE,
     AutoOrBool,
@@ -14,7 +15,6 @@ from mixle_megatron.config.fields import (
     Count,
     CountOrZero,
     FolderName,
-    Fraction,
     OffWord,
     Section,
     Text,
@@ -90,6 +90,11 @@ class PlanSection(Section):
         "dp · gradient_accumulation_steps).",
     )
     gradient_accumulation_steps: Count = Field(default=1, description="Schedule calls of one update.")
+    elastic: bool = Field(
+        default=False,
+        description="Where a launcher starts another number of ranks: dp_replicate, dp_shard, microbatches "
+        "and accumulation follow from the ranks that are there, and the global batch stays.",
+    )
 
 
 class PipelineSection(Section):
@@ -118,30 +123,6 @@ class BatchSection(Section):
     micro_batch_size: Count = Field(description="Sequences of one microbatch on one data-parallel rank.")
 
 
-class TextSection(Section):
-    """Text files as the source of tokens."""
-
-    source: Literal["text"] = Field(default="text", description="Kind of source: text files.")
-    paths: list[Text] = Field(
-        min_length=1,
-        description="Files, folders and globs; stdlib means the running Python's own library sources.",
-    )
-    tokenizer: Literal["byte"] = Field(
-        default="byte", description="byte: ids 0-255 are bytes, 256 ends a document."
-    )
-    validation_fraction: Fraction = Field(
-        default=0.05, description="Share of the documents that is held out for evaluation."
-    )
-    suffixes: list[Text] | None = Field(
-        default=None, description="File name endings to read in folders; null reads the source's usual ones."
-    )
-    max_bytes: Count | None = Field(default=None, description="Read no more than this many bytes of text.")
-
-
-DataSection = TextSection
-"""The data section. With a second source this is a union, discriminated by ``source``."""
-
-
 class CheckpointSection(Section):
     """When checkpoints are written, and how many stay."""
 
@@ -167,7 +148,10 @@ class EvaluationSection(Section):
     """When the held-out text is evaluated."""
 
     every: CountOrZero = Field(default=0, description="Updates between evaluations; 0 means never.")
-    batches: Count = Field(default=8, description="Global batches of one evaluation.")
+    batches: Count = Field(default=8, description="Global batches of one evaluation, of each set.")
+    sets: dict[FolderName, ValidationSetSection] = Field(
+        default={}, description="Further sets by name: each has paths, blend or path."
+    )
 
 
 class LoggingSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,6 +46,10 @@ _READ_BY: dict[tuple[str, ...], Condition] = {
     ),
     ("model.kv_channels", "model.add_qkv_bias"): ("model.multi_latent_attention", lambda latent: not latent),
     ("model.add_qkv_bias",): ("model.add_bias_linear", lambda biases: not biases),
+    ("data.reset_position_ids",): (
+        "model.position_embedding_type",
+        lambda kind: kind == "learned_absolute",
+    ),
     _keys(ExpertFields, "num_moe_experts"): ("model.num_moe_experts", _is_stated),
     ("model.moe_aux_loss_coeff",): (
         "model.moe_router_load_balancing_type",
@@ -58,6 +63,7 @@ _READ_BY: dict[tuple[str, ...], Condition] = {
     ("model.moe_router_bias_update_rate",): ("model.moe_router_enable_expert_bias", bool),
     ("model.moe_token_drop_policy",): ("model.moe_expert_capacity_factor", _is_stated),
     _keys(LatentAttentionFields, "multi_latent_attention"): ("model.multi_latent_attention", bool),
+    ("evaluation.sets",): ("evaluation.every", lambda every: every > 0),
     ("model.mtp_loss_scaling_factor",): ("model.mtp_num_layers", _is_stated),
     (
         "optimizer.initial_loss_scale",
@@ -79,12 +85,18 @@ def unread_values(config: Config) -> list[Fault]:
         decision = _value(config, decider)
         if is_read(decision):
             continue
-        for key in keys:
+        for key in filter(partial(_has, config), keys):
             value = _value(config, key)
             if value != _default(config, key) and key not in warnings:
                 rule = f"has no effect with {decider}={shown(decision)}"
                 warnings[key] = Fault(key, shown(value), rule)
     return list(warnings.values())
+
+
+def _has(config: Config, key: str) -> bool:
+    """Whether the section that the config has of its kinds knows the key."""
+    section, _, name = key.rpartition(".")
+    return hasattr(getattr(config, section) if section else config, name)
 
 
 def _value(config: Config, key: str) -> Any:

@@ -6,23 +6,25 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mixle_megatron.data.megatron_dataset import (
+from mixle_megatron.data.index_format import (
     DOCUMENT_END_BYTES,
+    DTYPES,
     HEADER_BYTES,
-    DType,
-    IndexedDataset,
+    MAGIC,
+    VERSION,
     get_bin_path,
     get_idx_path,
     index_bytes,
 )
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
+if TYPE_CHECKING:
+    from mixle_megatron.data.megatron_dataset import IndexedDataset
+
 _CHUNK = 1 << 20  # sequences
 
 
@@ -58,7 +60,7 @@ def _header(path: str, file: IO[bytes]) -> IndexHeader | str:
     if not raw.startswith(MAGIC) or len(raw) < HEADER_BYTES:
         return f"{path} is no index of Megatron's: it does not begin as one"
     version, code, sequences, ends = struct.unpack("<QBQQ", raw[len(MAGIC) :])
-    if version != VERSION or code not in {each.value for each in DType}:
+    if version != VERSION or code not in DTYPES:
         return f"{path} is of version {version} and dtype {code}, which Megatron does not read"
     expected = index_bytes(sequences, ends)
     if size not in (expected, expected + sequences):  # with a byte a sequence, where there are modes
@@ -67,7 +69,7 @@ def _header(path: str, file: IO[bytes]) -> IndexHeader | str:
     last = struct.unpack("<q", file.read(DOCUMENT_END_BYTES))[0] if ends else None
     if last != sequences:
         return f"{path} has {sequences:,} sequences, and the last of its documents ends at {last}"
-    return IndexHeader(DType(code).name, sequences, ends)
+    return IndexHeader(DTYPES[code], sequences, ends)
 
 
 def array_damage(prefix: str, header: IndexHeader, dataset: IndexedDataset) -> Iterator[str]:

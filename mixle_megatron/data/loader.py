@@ -23,12 +23,19 @@ from mixle_megatron.errors import Fault, Refused, refuse_if_any
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-_FIELD_OF = {"seed": "run.seed", "sequence_length": "model.seq_length", "fingerprint": "data.paths"}
+_FIELD_OF = {"seed": "run.seed", "sequence_length": "model.seq_length"}
+IGNORED = -100  # a target that is not supervised: torch's ignore_index
 
 
-def split_targets(rows: NDArray[np.int64]) -> Batch:
-    """Inputs and targets of windows (n, S + 1): two contiguous arrays of shape (n, S)."""
-    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+def split_targets(rows: NDArray[np.int64], unsupervised_after: int | None = None) -> Batch:
+    """Inputs and targets of windows (n, S + 1): two contiguous arrays of shape (n, S).
+
+    What follows the token ``unsupervised_after`` is not supervised: its target is -100.
+    """
+    inputs, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+    if unsupervised_after is not None:
+        targets = np.where(inputs == unsupervised_after, IGNORED, targets)
+    return inputs, targets
 
 
 class GlobalBatchLoader:
@@ -87,14 +94,14 @@ class GlobalBatchLoader:
             (microbatches * micro_batch_size, S), contiguous; cut along the first dimension into
             ``microbatches`` equal parts they are its micro-batches in order.
         """
-        return self._read(step * self.global_batch_size)
+        return self.read(step * self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
         """The next update's part of this rank, counted as consumed."""
-        batches = self._read(self.consumed_samples)
+        batches = self.read(self.consumed_samples)
         self.consumed_samples += self.global_batch_size
         return batches
 
@@ -106,6 +113,7 @@ class GlobalBatchLoader:
             "seed": self.source.seed,
             "sequence_length": self.source.sequence_length,
             "fingerprint": self.source.fingerprint,
+            "drawn": self.source.drawn(self.consumed_samples),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,17 +139,18 @@ class GlobalBatchLoader:
                 f"differs from that of the checkpoint's data, {state.get(key)}",
                 "restore it to go on with this run, or start another one",
             )
-            for key, field in _FIELD_OF.items()
+            for key, field in (*_FIELD_OF.items(), ("fingerprint", self.source.field))
             if state.get(key) != getattr(self.source, key)
         ]
 
-    def _read(self, first: int) -> list[Batch]:
-        """This rank's rows of the update that begins with sample ``first``."""
+    def read(self, first: int) -> list[Batch]:
+        """This rank's part of the update that begins with sample ``first``, without moving the loader."""
         rows = self.microbatches * self.micro_batch_size
         batches = []
         for step in range(self.gradient_accumulation_steps):
             start = first + (step * self.data_parallel_size + self.data_parallel_rank) * rows
-            batches.append(split_targets(self.source.batch(range(start, start + rows))))
+            samples = self.source.batch(range(start, start + rows))
+            batches.append(split_targets(samples, self.source.unsupervised_after))
         return batches
 
     def _faults(self) -> Iterator[Fault]:
@@ -159,7 +168,8 @@ class GlobalBatchLoader:
             rule = f"must be from 0 to data_parallel_size={self.data_parallel_size} less one"
             yield Fault("data_parallel_rank", self.data_parallel_rank, rule)
         if not len(self.source):
-            yield Fault("data.paths", None, "hold less than one window of training text", "give more text")
+            rule = "has less than one window of training text"
+            yield Fault(self.source.field, None, rule, "give more text")
         dealt = (
             self.micro_batch_size
             * self.data_parallel_size

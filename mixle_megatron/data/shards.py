@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from mixle_megatron.checkpoint.durable import rename, sync_file
 from mixle_megatron.data.corpus_tokenizers import CorpusTokenizer
 from mixle_megatron.data.counts import Counts
+from mixle_megatron.data.index_format import index_bytes
 from mixle_megatron.data.megatron_dataset import (
     DType,
     IndexedDatasetBuilder,
     get_bin_path,
     get_idx_path,
-    index_bytes,
 )
 from mixle_megatron.data.pieces import Piece
 from mixle_megatron.data.span_reading import BadRecord, SpanReader

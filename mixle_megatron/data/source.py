@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from mixle_megatron.data.stream_cache import TokenStream
 
 _EPOCHS_KEPT = 2  # a batch may lie across the end of an epoch
 
@@ -26,11 +24,15 @@ class SampleSource(Protocol):
         sequence_length: S, the tokens of a training sequence.
         seed: what the order was shuffled with; None where it is not shuffled.
         fingerprint: a short text, equal for equal data; sequence length and order are no part of it.
+        field: the key of the config that says what the data is.
+        unsupervised_after: a token after which nothing is predicted; None where everything is.
     """
 
     sequence_length: int
     seed: int | None
     fingerprint: str
+    field: str
+    unsupervised_after: int | None
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -44,6 +46,29 @@ class SampleSource(Protocol):
         """Several samples in the order asked for: int64, shape (len(global_indices), S + 1)."""
         ...
 
+    def drawn(self, samples: int) -> list[int]:
+        """How many of the first ``samples`` of the run come from each part of the data; their sum is that."""
+        ...
+
+
+class Tokens(Protocol):
+    """Tokens one after another.
+
+    Attributes:
+        tokens: integers of shape (num_tokens,), mapped or in memory.
+        num_tokens: how many.
+        digest: a short text, equal for equal tokens.
+    """
+
+    @property
+    def tokens(self) -> NDArray[Any]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
 
 class WindowSequence:
     """The windows of a token stream, shuffled anew each epoch, as a :class:`SampleSource`.
@@ -56,18 +81,24 @@ class WindowSequence:
         stream: the tokens.
         sequence_length: S, at least 1.
         seed: shuffles, differently each epoch; None keeps the order of the text.
+        field: the key of the config that says what the tokens are.
 
     Raises:
         ValueError: ``sequence_length`` is less than 1.
     """
 
-    def __init__(self, stream: TokenStream, *, sequence_length: int, seed: int | None) -> None:
+    unsupervised_after = None
+
+    def __init__(
+        self, stream: Tokens, *, sequence_length: int, seed: int | None, field: str = "data.paths"
+    ) -> None:
         if sequence_length < 1:
             raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
         self.stream = stream
         self.sequence_length = sequence_length
         self.seed = seed
         self.fingerprint = stream.digest
+        self.field = field
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
@@ -110,6 +141,10 @@ class WindowSequence:
         for row, index in zip(rows, global_indices, strict=True):
             row[:] = self.sample(index)
         return rows
+
+    def drawn(self, samples: int) -> list[int]:
+        """All of the first ``samples`` come from the one stream."""
+        return [samples]
 
     def _order(self, epoch: int, seed: int) -> NDArray[np.int64]:
         """The order of one epoch; the newest few are kept."""

@@ -94,9 +94,9 @@ def open_or_build(
     found = _open(stem)
     if found is not None:
         return found
-    with _cache_errors(folder):
+    with cache_errors(folder):
         os.makedirs(folder, exist_ok=True)
-        with _locked(f"{stem}.lock") as alone:
+        with locked(f"{stem}.lock") as alone:
             found = _open(stem)
             if found is None:
                 if alone:
@@ -178,7 +178,7 @@ def _build(splits: Mapping[str, Sequence[Document]], stem: str, progress: Progre
     with written_aside(f"{stem}.json") as out:
         described = {"format": FORMAT, "tokenizer": ByteTokenizer.name, "dtype": "uint16", "streams": record}
         out.write(json.dumps(described, indent=2).encode())
-    _sync_folder(os.path.dirname(stem))
+    sync_folder(os.path.dirname(stem))
 
 
 def _token_pieces(documents: Sequence[Document]) -> Iterator[NDArray[np.uint16]]:
@@ -209,7 +209,7 @@ def _unreadable(document: Document, rule: str, remedy: str) -> Refused:
 
 
 @contextlib.contextmanager
-def _cache_errors(folder: str) -> Iterator[None]:
+def cache_errors(folder: str) -> Iterator[None]:
     """Turn the system's errors in writing the cache into a refusal."""
     try:
         yield
@@ -221,7 +221,7 @@ def _cache_errors(folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[bool]:
+def locked(path: str) -> Iterator[bool]:
     """Hold the lock file ``path`` for the block; False where the file system has no locks."""
     with open(path, "ab") as handle:
         yield _lock(handle)
@@ -245,7 +245,7 @@ def _remove_leftovers(stem: str) -> None:
             os.unlink(left)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the renames in a folder durable, where its file system can."""
     number = os.open(folder, os.O_RDONLY)
     try:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mixle_megatron.data.loader import Batch, split_targets
+from mixle_megatron.data.loader import IGNORED, Batch, split_targets
 from mixle_megatron.data.source import SampleSource
 from mixle_megatron.errors import Fault, refuse_if_any
-
-IGNORED = -100  # a target that is not supervised: torch's ignore_index
 
 
 class ValidationBatches:
@@ -72,7 +70,7 @@ class ValidationBatches:
 
     @property
     def num_tokens(self) -> int:
-        """Supervised targets of one evaluation, over all ranks."""
+        """Targets of one evaluation, over all ranks, but for what follows the end of a document."""
         return self.num_samples * self.source.sequence_length
 
     def __len__(self) -> int:
@@ -94,5 +92,6 @@ class ValidationBatches:
         targets = np.full_like(inputs, IGNORED)
         if places:
             indices = [place * length // self.num_samples for place in places]
-            inputs[: len(places)], targets[: len(places)] = split_targets(self.source.batch(indices))
+            rows_of_samples = split_targets(self.source.batch(indices), self.source.unsupervised_after)
+            inputs[: len(places)], targets[: len(places)] = rows_of_samples
         return inputs, targets

@@ -66,18 +66,21 @@ class TorchAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend causally.
+        """Attend causally, or as a mask says.
 
         Args:
             query: ``[sequence, batch, heads, head_dim]``, this rank's heads and its part of the sequence.
             key: ``[sequence, batch, groups, head_dim]``; heads is a multiple of groups.
             value: ``[sequence, batch, groups, value_dim]``.
+            attention_mask: takes the place of the causal mask, ``[batch, 1, sequence, sequence]``, queries
+                before keys: bool, true where a token is hidden, as Megatron has it; or what to add to the
+                scores, in the dtype of ``query``, which takes no further memory in any layer.
 
         Returns:
             ``[sequence, batch, heads * value_dim]``.
 
         Raises:
-            NotImplementedError: for a bias or packed sequences.
+            NotImplementedError: for a bias or packed sequences, or a mask under context parallelism.
             ValueError: under context parallelism, if the sequence is not two chunks of one length.
         """
         if attention_bias is not None or packed_seq_params is not None:
@@ -87,14 +90,21 @@ class TorchAttention(MegatronModule):
         # Each tensor-parallel rank drops other heads, so it draws from its own generator.
         drawing = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext()
         with drawing:
-            context = self._attend(*_of_one_width(query, key, value), dropout)
+            context = self._attend(*_of_one_width(query, key, value), attention_mask, dropout)
         return context[..., :value_dim].flatten(2)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
     ) -> torch.Tensor:
         if self._cp_group is None:
-            return self._attention(query, key, value, None, dropout=dropout)
+            return self._attention(query, key, value, _added(mask, query), dropout=dropout)
+        if mask is not None:
+            raise NotImplementedError("TorchAttention takes no mask where ranks share the sequence")
         attention = partial(self._attention, dropout=dropout)
         return attend_across_ranks(query, key, value, self._cp_group, attention)
 
@@ -138,6 +148,13 @@ def _context_parallel_group(config: Any, cp_comm_type: str | None, pg_collection
         rule = f"config.context_parallel_size is {config.context_parallel_size}"
         raise ValueError(f"{rule}, but pg_collection.cp holds {ranks}")
     return group
+
+
+def _added(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """The mask as what is added to the scores; torch's own booleans mean the opposite of Megatron's."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return like.new_zeros(mask.shape).masked_fill_(mask, -math.inf)
 
 
 def _of_one_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -38,6 +38,9 @@ class WrappedCausalLM:
 
     module: torch.nn.Module
 
+    takes_attention_mask = True
+    """As :class:`GPT` does."""
+
     def dimensions(self, tp: int) -> ModelDimensions:
         """The model's sizes, its vocabulary padded for ``tp``."""
         return dimensions_of(self._section(), tp)

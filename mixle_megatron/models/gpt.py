@@ -60,6 +60,9 @@ class GPT(ModelProvider):
     model: ModelSection
     seed: int = 1234
 
+    takes_attention_mask = True
+    """By torch's layers; what Transformer Engine's do is judged of the host."""
+
     @classmethod
     def of(cls, *, seed: int = 1234, **fields: Any) -> GPT:
         """A GPT from the keys of a config's ``model`` section, checked as those are."""

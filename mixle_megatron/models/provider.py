@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from mixle_megatron.documents import DocumentBounds
 from mixle_megatron.errors import Fault
 from mixle_megatron.models.placement import PlacedParameter
 from mixle_megatron.pipeline_split import PipelineSplit
@@ -26,12 +27,14 @@ class SessionTerms:
         precision: what the forward and backward passes compute in.
         device: where the parameters will be.
         split: which layers each pipeline stage holds.
+        documents: what stops at the end of a document; None where nothing does.
     """
 
     plan: PlanRecord
     precision: str
     device: torch.device
     split: PipelineSplit
+    documents: DocumentBounds | None = None
 
 
 @runtime_checkable
@@ -78,7 +81,9 @@ class ModelProvider(Protocol):
             A module with Megatron's ``set_input_tensor`` and ``sharded_state_dict``. Called with
             ``(input_ids, position_ids, attention_mask, labels=...)``, ids int64 ``[batch, sequence]``
             and the mask None, its last stage gives each token's loss ``[batch, sequence]``, and
-            every other stage its hidden states ``[sequence, batch, hidden]``.
+            every other stage its hidden states ``[sequence, batch, hidden]``. Where the provider has an
+            attribute ``takes_attention_mask`` that is true, the mask may be what to add to the scores,
+            ``[batch, 1, sequence, sequence]`` in ``params_dtype``, and then every layer honours it.
         """
         ...
 

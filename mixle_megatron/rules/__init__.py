@@ -11,6 +11,7 @@ from mixle_megatron.errors import Fault
 from mixle_megatron.pipeline_split import EVEN, PipelineSplit
 from mixle_megatron.plan_record import PlanRecord
 from mixle_megatron.rules.batch import batch_faults, resolve_microbatches
+from mixle_megatron.rules.data import data_faults, document_attention_faults, validation_set_faults
 from mixle_megatron.rules.dimensions import BatchDimensions, ModelDimensions, padded_vocab_size
 from mixle_megatron.rules.model import model_faults, plan_model_faults, vocabulary_faults
 from mixle_megatron.rules.pipeline import interleaving_faults, is_about_split, recompute_faults
@@ -42,6 +43,8 @@ __all__ = [
     "all_faults",
     "axis_faults",
     "batch_faults",
+    "data_faults",
+    "document_attention_faults",
     "grid_faults",
     "interleaving_faults",
     "is_about_split",
@@ -56,6 +59,7 @@ __all__ = [
     "resolve_microbatches",
     "schedule_faults",
     "size_faults",
+    "validation_set_faults",
     "verdict",
     "vocabulary_faults",
     "world_faults",

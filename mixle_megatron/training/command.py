@@ -12,6 +12,8 @@ from typing import Any
 
 from mixle_megatron.checkpoint.run_lock import run_lock
 from mixle_megatron.config.check import located
+from mixle_megatron.config.elastic import changes, replanned
+from mixle_megatron.config.here import data_request
 from mixle_megatron.config.load import LoadedConfig, check_config, load_config, warnings_of
 from mixle_megatron.config.schema import Config, effective_plan
 from mixle_megatron.rules import verdict
@@ -48,22 +50,33 @@ def run_pretraining(path: Path, overrides: Sequence[str], *, anew: bool = False)
     node = join()
     quieten()
     anew = anew and not is_restarted()
-    loaded = load_config(path, overrides)
+    loaded = _for_the_ranks_there(load_config(path, overrides))
     config = checked(loaded, anew=anew)
     _warn(loaded)
     directory = RunDirectory(config)
-    if not anew and _finished(directory, config):
+    if not anew and finished(directory, config):
         return DONE
     ranks = effective_plan(config).world_size
-    with _alone_on(directory):
+    with alone_on(directory):
         if ranks == 1 or is_one_of_many():
             return _train(config, anew=anew)
         options = ["--no-resume"] if anew else []
         return _launch(config, directory, node or ranks, ["pretrain", *options, str(path), *overrides])
 
 
+def _for_the_ranks_there(loaded: LoadedConfig) -> LoadedConfig:
+    """The config, planned for the ranks that a launcher started where it is elastic; that is said once."""
+    if "WORLD_SIZE" not in os.environ:
+        return loaded
+    ranks = int(os.environ["WORLD_SIZE"])
+    planned = replanned(loaded, ranks)
+    if planned is not loaded and is_first() and _HELD not in os.environ:
+        print(f"planned for {ranks} ranks: {changes(loaded.config, planned.config)}", flush=True)
+    return planned
+
+
 @contextmanager
-def _alone_on(directory: RunDirectory) -> Iterator[None]:
+def alone_on(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's folder for this job: in its launcher, or else in its first rank."""
     if not is_first() or os.environ.get(_HELD) == str(directory.path):
         yield
@@ -103,7 +116,7 @@ def _warn(loaded: LoadedConfig) -> None:
             print(f"warning: {warning}", file=sys.stderr)
 
 
-def _finished(directory: RunDirectory, config: Config) -> bool:
+def finished(directory: RunDirectory, config: Config) -> bool:
     step = directory.latest_step()
     if step is None or step < config.run.steps:
         return False
@@ -112,17 +125,11 @@ def _finished(directory: RunDirectory, config: Config) -> bool:
     return True
 
 
-def _streams(config: Config) -> Any:
-    from mixle_megatron.data import prepare_text_data
+def data_of(config: Config) -> Any:
+    from mixle_megatron.data import prepare_data
 
     with ReadingProgress(shown=is_first()) as progress:
-        return prepare_text_data(
-            config.data,
-            seq_length=config.model.seq_length,
-            seed=config.run.seed,
-            cache_dir=data_cache(config),
-            progress=progress,
-        )
+        return prepare_data(data_request(config), cache_dir=data_cache(config), progress=progress)
 
 
 def _launch(config: Config, directory: RunDirectory, ranks: int | Node, arguments: list[str]) -> int:
@@ -130,7 +137,7 @@ def _launch(config: Config, directory: RunDirectory, ranks: int | Node, argument
 
     The text is read once, here, before they are there to wait for it.
     """
-    _streams(config)
+    data_of(config)
     if isinstance(ranks, Node):
         node, number = ranks, ranks.ranks
         place = f"node {node.index + 1} of {node.nodes}"
@@ -152,10 +159,12 @@ def threads(config: Config, local_ranks: int) -> int:
 
 def _train(config: Config, *, anew: bool) -> int:
     stop = StopRequest().install()
-    streams = _streams(config)
+    streams = data_of(config)
+    from mixle_megatron.training.lost_ranks import naming_lost_ranks
     from mixle_megatron.training.pretraining import pretrain
 
-    outcome = pretrain(config, streams, stop, anew=anew)
+    with naming_lost_ranks():
+        outcome = pretrain(config, streams, stop, anew=anew)
     if outcome.stopped_by is None:
         return DONE
     # An elastic agent takes every other code for a failure; stopped.json tells its caller.

@@ -17,10 +17,11 @@ from mixle_megatron.checkpoint.import_weights import fill_stage
 from mixle_megatron.checkpoint.iterations import steps_in
 from mixle_megatron.checkpoint.run_lock import run_lock
 from mixle_megatron.checkpoint.weight_sources import WeightSource, open_weights
+from mixle_megatron.config.here import data_request
 from mixle_megatron.config.load import LoadedConfig, check_config, load_config
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.config.schema import Config, decay_steps
-from mixle_megatron.data import GlobalBatchLoader, prepare_text_data
+from mixle_megatron.data import GlobalBatchLoader, prepare_data
 from mixle_megatron.errors import Fault, Refused, refuse_if_any
 from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
@@ -162,15 +163,10 @@ def _session(model: ModelSection, config: Config | None) -> Iterator[MegatronSes
 
 def _first_position(config: Config) -> dict[str, Any]:
     """Where a run stands in its data before its first update."""
-    streams = prepare_text_data(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.run.seed,
-        cache_dir=data_cache(config),
-    )
+    data = prepare_data(data_request(config), cache_dir=data_cache(config))
     rows = config.batch.global_batch_size
     loader = GlobalBatchLoader(
-        streams.training_windows(),
+        data.training,
         global_batch_size=rows,
         micro_batch_size=rows,
         data_parallel_rank=0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,13 +16,17 @@ import torch.distributed as dist
 from mixle_megatron.backend import MegatronBackend
 from mixle_megatron.checkpoint.asynchronous import SaveInProgress
 from mixle_megatron.config.schema import Config, decay_steps, effective_plan, pipeline_split
-from mixle_megatron.data import GlobalBatchLoader, TokenStreams, ValidationBatches, byte_entropies
+from mixle_megatron.data import GlobalBatchLoader, PrefetchingLoader, RunData, byte_entropies
+from mixle_megatron.data.checking import BOUNDS
+from mixle_megatron.documents import DocumentBounds
 from mixle_megatron.errors import CheckpointError, SessionError
 from mixle_megatron.models.gpt import GPT
 from mixle_megatron.optimizer_settings import OptimizerSettings
 from mixle_megatron.session import MegatronSession
+from mixle_megatron.training.evaluating import Evaluations
 from mixle_megatron.training.progress import TrainingProgress
 from mixle_megatron.training.records import Records, wants_tensorboard
+from mixle_megatron.training.reports import Reports
 from mixle_megatron.training.resuming import resume
 from mixle_megatron.training.run_directory import RunDirectory
 from mixle_megatron.training.signals import StopRequest
@@ -52,24 +56,41 @@ class Outcome:
     checkpoint: Path | None
 
 
-def pretrain(config: Config, streams: TokenStreams, stop: StopRequest, *, anew: bool = False) -> Outcome:
+def pretrain(
+    config: Config,
+    data: RunData,
+    stop: StopRequest,
+    *,
+    anew: bool = False,
+    reports: Reports | None = None,
+    attestation: Mapping[str, Any] | None = None,
+) -> Outcome:
     """Run ``config`` on this rank until run.steps are committed or it is asked to stop.
 
     Args:
         config: checked, with the decay of the run that it goes on from.
-        streams: the tokens to train on and to hold out.
+        data: what to train on and to evaluate on.
         stop: set by a signal; all ranks end at the same step boundary.
         anew: leave what there is of the run, and set it aside.
+        reports: told of updates and checkpoints, on every rank.
+        attestation: what a launcher attested of this rank.
     """
     directory = RunDirectory(config)
     tensorboard = wants_tensorboard(config.logging.tensorboard)
-    with _session(config) as session:
-        run = PretrainingRun(config, streams, session, directory, stop, tensorboard=tensorboard, anew=anew)
-        return run.run()
+    with _session(config, _bounds(config, data), attestation) as session:
+        run = PretrainingRun(
+            config, data, session, directory, stop, tensorboard=tensorboard, anew=anew, reports=reports
+        )
+        try:
+            return run.run()
+        finally:
+            run.close()
 
 
 @contextmanager
-def _session(config: Config) -> Iterator[MegatronSession]:
+def _session(
+    config: Config, documents: DocumentBounds | None, attestation: Mapping[str, Any] | None
+) -> Iterator[MegatronSession]:
     if config.host.threads_per_rank != "auto":
         torch.set_num_threads(config.host.threads_per_rank)
     starts_group = not dist.is_initialized()
@@ -84,6 +105,8 @@ def _session(config: Config) -> Iterator[MegatronSession]:
         uneven_batches=False,
         pipeline=pipeline_split(config),
         optimizer_format=config.checkpoint.optimizer_format,
+        documents=documents,
+        attestation=attestation,
     )
     try:
         yield session
@@ -93,27 +116,41 @@ def _session(config: Config) -> Iterator[MegatronSession]:
             dist.destroy_process_group()
 
 
+def _bounds(config: Config, data: RunData) -> DocumentBounds | None:
+    """What the config stops at the end of a document; check_data has seen to it that the end is known."""
+    positions, attention = (getattr(config.data, name, False) for name in BOUNDS)
+    if not (positions or attention):
+        return None
+    return DocumentBounds(data.document_end, positions=positions, attention=attention)
+
+
 class PretrainingRun:
     """One rank's pretraining, with everything that it writes."""
 
     def __init__(
         self,
         config: Config,
-        streams: TokenStreams,
+        data: RunData,
         session: MegatronSession,
         directory: RunDirectory,
         stop: StopRequest,
         *,
         tensorboard: bool,
         anew: bool,
+        reports: Reports | None,
     ) -> None:
         self._config = config
-        self._streams = streams
+        self._reports = reports
+        self._data = data
         self._session = session
         self._directory = directory
         self._stop = stop
-        self._loader = _loader(config, streams, session)
-        self._validation = _validation(config, streams, session)
+        self._loader = PrefetchingLoader(
+            _loader(config, data, session),
+            _preparation(session),
+            until=config.run.steps * config.batch.global_batch_size,
+        )
+        self._evaluations = Evaluations(config, data.validation, session)
         self._saved_step = resume(config, session, self._loader, directory, anew=anew)
         self._saving: SaveInProgress | None = None
         self._records = Records(directory, writes=session.is_logging_rank, tensorboard=tensorboard)
@@ -140,6 +177,10 @@ class PretrainingRun:
             self._finish(outcome, perf_counter() - began)
         return outcome
 
+    def close(self) -> None:
+        """End the thread that reads the data."""
+        self._loader.close()
+
     def _train(self) -> str | None:
         """Commit updates until run.steps; return the name of the signal that ended it before."""
         skipped = 0
@@ -153,13 +194,16 @@ class PretrainingRun:
                 continue
             skipped = 0
             self._records.receipt(receipt)
+            if self._reports is not None:
+                self._reports.committed(receipt)
             self._progress.update(receipt.step, receipt.loss, receipt.global_tokens)
             self._between_updates()
         return None
 
     def _update(self) -> Any:
         receipts = [self._session.train_batch(inputs, targets) for inputs, targets in next(self._loader)]
-        return receipts[-1]
+        extra = receipts[-1].extra | {"data_seconds": self._loader.seconds}
+        return replace(receipts[-1], extra=extra)
 
     def _between_updates(self) -> None:
         if self._saving is not None and self._saving.done:
@@ -184,18 +228,17 @@ class PretrainingRun:
 
     def _validation_is_due(self, *, at_end: bool = False) -> bool:
         every = self._config.evaluation.every
-        if not every or not len(self._validation):
+        if not every or not len(self._evaluations):
             return False
         due = self._session.step % every == 0
         return not due if at_end else due
 
     def _evaluate(self) -> None:
         with self._progress.pause():
-            evaluations = [self._session.evaluate(inputs, targets) for inputs, targets in self._validation]
-        tokens = sum(evaluation.tokens for evaluation in evaluations)
-        loss = sum(evaluation.loss_sum for evaluation in evaluations) / tokens
-        self._records.evaluation(self._session.step, loss, tokens)
-        self._progress.say(f"step {self._session.step}  validation loss {loss:.4f}")
+            evaluations = self._evaluations.run()
+        for each in evaluations:
+            self._records.evaluation(self._session.step, each)
+            self._progress.say(f"step {self._session.step}  {each}")
 
     def _save(self) -> None:
         step = self._session.step
@@ -223,6 +266,8 @@ class PretrainingRun:
 
     def _say_saved(self) -> None:
         self._progress.say(f"step {self._saved_step}  checkpoint {self._checkpoint()}")
+        if self._reports is not None and self._saved_step is not None:
+            self._reports.saved(self._saved_step, self._directory.checkpoint(self._saved_step))
 
     def _announce(self, step: int) -> None:
         """Name the checkpoint as the one to go on from, and delete old ones; the first rank does."""
@@ -249,15 +294,13 @@ class PretrainingRun:
             else "finished"
         )
         if self._config.logging.progress != "off":
-            print_summary(title, summarise(self._directory, self._streams, outcome.checkpoint, seconds))
+            print_summary(title, summarise(self._directory, self._data, outcome.checkpoint, seconds))
 
 
-def summarise(
-    directory: RunDirectory, streams: TokenStreams, checkpoint: Path | None, seconds: float
-) -> Summary:
+def summarise(directory: RunDirectory, data: RunData, checkpoint: Path | None, seconds: float) -> Summary:
     """What the run came to over all its starts; ``seconds`` is the time of this one."""
     losses = losses_of(directory.receipts)
-    unigram, bigram = byte_entropies(streams.train)
+    unigram, bigram = (None, None) if data.text is None else byte_entropies(data.text)
     return Summary(
         steps=len(losses),
         first_loss=losses[0][0] if losses else None,
@@ -272,9 +315,9 @@ def summarise(
     )
 
 
-def _loader(config: Config, streams: TokenStreams, session: MegatronSession) -> GlobalBatchLoader:
+def _loader(config: Config, data: RunData, session: MegatronSession) -> GlobalBatchLoader:
     return GlobalBatchLoader(
-        streams.training_windows(),
+        data.training,
         global_batch_size=config.batch.global_batch_size,
         micro_batch_size=config.batch.micro_batch_size,
         data_parallel_rank=session.data_parallel_rank,
@@ -284,13 +327,8 @@ def _loader(config: Config, streams: TokenStreams, session: MegatronSession) -> 
     )
 
 
-def _validation(config: Config, streams: TokenStreams, session: MegatronSession) -> ValidationBatches:
-    batch = config.batch
-    return ValidationBatches(
-        streams.validation_windows(),
-        batches=config.evaluation.batches * batch.global_batch_size // batch.micro_batch_size,
-        micro_batch_size=batch.micro_batch_size,
-        data_parallel_rank=session.data_parallel_rank,
-        data_parallel_size=session.data_parallel_size,
-        microbatches=session.plan.microbatches,
-    )
+def _preparation(session: MegatronSession) -> Callable[[list[Any]], list[Any]]:
+    """What the data thread makes of batches: for a GPU, tensors that it copies while it computes."""
+    if session.device.type != "cuda":
+        return list
+    return lambda batches: [tuple(torch.from_numpy(part).pin_memory() for part in batch) for batch in batches]

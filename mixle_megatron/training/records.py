@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mixle_megatron.errors import Fault, Refused
+from mixle_megatron.training.evaluating import SetEvaluation
 from mixle_megatron.training.run_directory import RunDirectory
 
 
@@ -32,14 +33,18 @@ class Records:
                 "gradient_norm": extra["grad_norm"],
                 "learning_rate": extra["learning_rate"],
                 **{f"seconds/{name}": seconds for name, seconds in extra["seconds"].items()},
+                "seconds/data": extra["data_seconds"],
             }
             self._scalars(values, receipt.step)
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Write the loss of held-out text after ``step``."""
-        self._append(self._directory.evaluations, {"step": step, "loss": loss, "tokens": tokens})
+    def evaluation(self, step: int, evaluation: SetEvaluation) -> None:
+        """Write what one validation set gave after ``step``."""
+        self._append(self._directory.evaluations, {"step": step, **evaluation.as_dict()})
         if self._events is not None:
-            self._scalars({"loss/validation": loss}, step)
+            values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
+            values["bits_per_byte"] = evaluation.bits_per_byte
+            known = {f"{kind}/{evaluation.name}": each for kind, each in values.items() if each is not None}
+            self._scalars(known, step)
 
     def close(self) -> None:
         """Flush the events."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mixle_megatron.checkpoint.first_rank import on_first_rank
 from mixle_megatron.checkpoint.origin import find_origin
 from mixle_megatron.config.schema import Config
-from mixle_megatron.data import GlobalBatchLoader
+from mixle_megatron.data import PrefetchingLoader
 from mixle_megatron.session import MegatronSession
 from mixle_megatron.training.beginning import FROM, unseen_differences
 from mixle_megatron.training.run_directory import RunDirectory
@@ -22,7 +22,7 @@ from mixle_megatron.training.run_directory import RunDirectory
 def resume(
     config: Config,
     session: MegatronSession,
-    loader: GlobalBatchLoader,
+    loader: PrefetchingLoader,
     directory: RunDirectory,
     *,
     anew: bool,
@@ -63,7 +63,7 @@ def _newest_step(directory: RunDirectory) -> int | None:
     return step
 
 
-def _begin(config: Config, session: MegatronSession, loader: GlobalBatchLoader) -> None:
+def _begin(config: Config, session: MegatronSession, loader: PrefetchingLoader) -> None:
     """Take from the checkpoint of ``run.resume`` what it says to."""
     resume: Any = config.run.resume
 

@@ -11,6 +11,7 @@ process that launches ranks does without.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from mixle_megatron.config.schema import Config, effective_config
 from mixle_megatron.errors import CheckpointError, Fault
 
 _FIXED = ("model", "data", "optimizer", "run.seed", "batch.global_batch_size")
+_FREE = re.compile(r"data\.(cache|path|blend\.\d+\.path)")
+"""What of the data may change: where it lies. What is there, the loader compares by its content."""
 
 
 def data_cache(config: Config) -> Path:
@@ -175,7 +178,7 @@ def resume_faults(config: Config, stored: Mapping[str, Any]) -> list[Fault]:
             f"use {before.get(key)}, or another run.name, with run.resume.from={directory}",
         )
         for key in sorted(now.keys() | before.keys())
-        if key.startswith(_FIXED) and now.get(key) != before.get(key)
+        if key.startswith(_FIXED) and not _FREE.fullmatch(key) and now.get(key) != before.get(key)
     ]
 
 
@@ -183,8 +186,10 @@ def _effective(config: Config) -> dict[str, Any]:
     return effective_config(config).model_dump(mode="json")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mixle_megatron.rules.data import HELD_OUT
+
 _LAST = 10
 
 
@@ -17,7 +19,7 @@ class Summary:
     """What a run came to.
 
     Losses are in nats a token; entropies in nats a byte, of the text that was trained on: what the
-    best model of single bytes, and of pairs of bytes, would reach.
+    best model of single bytes, and of pairs of bytes, would reach; None where the tokens are no bytes.
     """
 
     steps: int
@@ -25,8 +27,8 @@ class Summary:
     last_loss: float | None
     mean_of_last: float | None
     validation_loss: float | None
-    unigram_entropy: float
-    bigram_entropy: float
+    unigram_entropy: float | None
+    bigram_entropy: float | None
     tokens: int
     seconds: float
     checkpoint: Path | None
@@ -41,9 +43,10 @@ def losses_of(receipts: Path) -> list[tuple[float, int]]:
 
 
 def last_evaluation(evaluations: Path) -> float | None:
-    """The newest loss of held-out text; None if there is none."""
+    """The newest loss of what the data section holds out; None if there is none."""
     lines = evaluations.read_text(encoding="utf-8").splitlines() if evaluations.exists() else []
-    return json.loads(lines[-1])["loss"] if lines else None
+    found = [json.loads(line) for line in lines]
+    return next((each["loss"] for each in reversed(found) if each.get("set", HELD_OUT) == HELD_OUT), None)
 
 
 def mean_of_last(losses: list[tuple[float, int]]) -> float | None:
@@ -66,15 +69,17 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     def nats(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f} nats"
 
-    return [
+    rows = [
         ("steps", str(summary.steps)),
         ("first loss", nats(summary.first_loss)),
         ("last loss", nats(summary.last_loss)),
         (f"mean of the last {_LAST}", nats(summary.mean_of_last)),
         ("validation loss", nats(summary.validation_loss)),
-        ("the text's byte unigram entropy", nats(summary.unigram_entropy)),
-        ("the text's byte bigram entropy", nats(summary.bigram_entropy)),
         ("tokens", f"{summary.tokens:,}"),
         ("time", f"{summary.seconds:.1f} s"),
         ("checkpoint", str(summary.checkpoint) if summary.checkpoint else "none"),
     ]
+    if summary.unigram_entropy is not None:
+        entropies = [("unigram", summary.unigram_entropy), ("bigram", summary.bigram_entropy)]
+        rows[5:5] = [(f"the text's byte {kind} entropy", nats(entropy)) for kind, entropy in entropies]
+    return rows
