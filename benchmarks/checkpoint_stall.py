@@ -5,10 +5,11 @@
 
 ``stall`` is what a loop waits for: the call of ``save_checkpoint(asynchronous=True)``, every poll
 in the updates that follow, and the finishing of the checkpoint in the last of them, as a share of the
-synchronous save of the same session, taken in turn. ``slower_updates`` is by how much longer than
-without a save those updates took meanwhile, as a share of the same: on a host whose cores are all
+synchronous save of the same session, taken in turn. A poll is timed from where every rank has come to it:
+what one waits for the other's update it waits without a save too. ``slower_updates`` is by how much longer
+than without a save those updates took meanwhile, as a share of the same: on a host whose cores are all
 training, the writer shares them, and each page of memory that training changes is copied once. The
-figure to reach is for plans that gather nothing for a checkpoint.
+figure to reach is for plans that gather nothing for a checkpoint. torch asks for huge pages, as in a run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from mixle_megatron.backend import MegatronBackend
 from mixle_megatron.checkpoint.asynchronous import Saves
 from mixle_megatron.config.model import ModelSection
 from mixle_megatron.models.gpt import GPT
+from mixle_megatron.training.command import HUGE_PAGES
 from mixle_megatron.training.quiet import quieten
 
 PLANS: dict[str, tuple[dict[str, int], str]] = {
@@ -96,6 +98,7 @@ class Measured:
         poll = Saves.poll
 
         def clocked(saves: Saves) -> None:
+            dist.barrier()
             began = perf_counter()
             poll(saves)
             self._polled += perf_counter() - began
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--folder", help="where checkpoints are written; by default the system's own")
     given = parser.parse_args()
+    os.environ.setdefault(HUGE_PAGES, "1")
     plans = {name: measured_on_own_ranks(name, given) for name in given.plans}
     result = {
         "benchmark": "checkpoint_stall",
