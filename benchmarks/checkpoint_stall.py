@@ -78,9 +78,9 @@ class Pair:
 class Measured:
     """A session that is trained and saved, with a clock on its polls."""
 
-    def __init__(self, plan: ParallelPlan, optimizer_format: str, folder: Path) -> None:
+    def __init__(self, plan: ParallelPlan, optimizer_format: str, folder: Path, hidden_size: int) -> None:
         self.session = MegatronBackend().prepare(
-            GPT(ModelSection(**MODEL), seed=1),
+            GPT(ModelSection(**(MODEL | {"hidden_size": hidden_size})), seed=1),
             plan=plan,
             device="cpu",
             optimizer="adam",
@@ -185,7 +185,7 @@ def rank_main(rank: int, name: str, given: argparse.Namespace, folder: str) -> N
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=plan.world_size
     )
-    measured = Measured(plan, optimizer_format, Path(folder))
+    measured = Measured(plan, optimizer_format, Path(folder), given.hidden_size)
     for index in range(2):
         measured.pair(index)  # memory that later saves find again
     pairs = [measured.pair(index) for index in range(given.pairs)]
@@ -211,6 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--hidden-size", type=int, default=MODEL["hidden_size"], help="512: 305 MB")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--folder", help="where checkpoints are written; by default the system's own")
     given = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> None:
         "stall": {name: found["stall"] for name, found in plans.items()},
         "limit": {name: FIGURE for name in plans if name != REPORTED_ONLY},
         "plans": plans,
-        "model": MODEL | {"rows": ROWS, "threads": given.threads},
+        "model": MODEL | {"hidden_size": given.hidden_size, "rows": ROWS, "threads": given.threads},
         "load_average": round(os.getloadavg()[1], 2),
         "versions": {name: version(name) for name in ("megatron-core", "torch")},
     }

@@ -28,18 +28,9 @@ def model_parameters(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield part, parameter
 
 
-def is_own_value(part: Any, parameter: torch.Tensor) -> bool:
-    """Whether the optimizer's fp32 value of a parameter is the parameter itself, as in fp32 training.
-
-    A checkpoint then has it among the model's tensors, once. It is kept beside these by an optimizer that
-    keeps nothing else.
-    """
-    return parameter.dtype == torch.float32 and bool(moments(part))
-
-
-def is_parameter(parameter: torch.Tensor, kind: str) -> bool:
-    """Whether this kind of the optimizer's state is the parameter's own memory."""
-    return kind == VALUE and parameter.dtype == torch.float32
+def is_own_value(parameter: torch.Tensor) -> bool:
+    """Whether the optimizer's fp32 value of a parameter is that parameter's memory, as in fp32 training."""
+    return parameter.dtype == torch.float32
 
 
 def own_value(part: Any, parameter: torch.Tensor) -> torch.Tensor | None:

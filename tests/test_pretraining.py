@@ -78,7 +78,7 @@ def test_a_run_leaves_its_record(one_rank: dict[str, Any]) -> None:
 
 def test_loss_falls(one_rank: dict[str, Any]) -> None:
     curve = losses(one_rank["folder"])
-    assert curve[-1] < curve[0] - 0.1
+    assert curve[-1] < curve[0] - 0.3
 
 
 def test_going_on_under_other_plans_gives_the_uninterrupted_curve(

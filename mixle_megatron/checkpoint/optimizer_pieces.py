@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mixle_megatron.checkpoint.expected_state import cut_of
 from mixle_megatron.checkpoint.portable_names import portable_name
 from mixle_megatron.checkpoint.stored_state import PIECES
-from mixle_megatron.optimizer_shards import VALUE, is_parameter, model_parameters, own_range, own_tensors
+from mixle_megatron.optimizer_shards import VALUE, is_own_value, model_parameters, own_range, own_tensors
 from mixle_megatron.stage import Stage
 
 
@@ -39,7 +39,7 @@ def pieces(
     names = {id(parameter): portable_name(logical) for logical, parameter in stage.named_parameters()}
     state = {}
     for part, parameter, kind, own in _own(stage, valueless):
-        of_model = loading and is_parameter(parameter, kind)
+        of_model = loading and kind == VALUE and is_own_value(parameter)
         row, rows = cut_of(stage, parameter)
         state[f"{kind}.{len(state)}"] = ShardedTensor(
             key=f"{PIECES}.{kind}.{names[id(parameter)]}",

@@ -27,7 +27,6 @@ from mixle_megatron.optimizer_shards import (
     VALUE,
     gather,
     is_own_value,
-    is_parameter,
     model_parameters,
     moments,
     own_range,
@@ -60,7 +59,7 @@ def optimizer_sharded_state(
         own = own_tensors(part, parameter)
         for key in moments(part) if id(parameter) in valueless else (VALUE, *moments(part)):
             if loading:
-                whole = _room(part, parameter, own[key], is_parameter(parameter, key))
+                whole = _room(part, parameter, own[key], key == VALUE and is_own_value(parameter))
             else:
                 whole = _whole(part, parameter, own[key])
             state[f"{index}.{key}"] = _like(shards[id(parameter)], key, whole)
@@ -103,7 +102,7 @@ def restore_optimizer(
             _restore_whole(stage, loaded, values)
         for part, parameter in model_parameters(stage.optimizer):
             own = own_value(part, parameter)
-            if own is not None and id(parameter) in values and not is_own_value(part, parameter):
+            if own is not None and id(parameter) in values and not is_own_value(parameter):
                 own.copy_(values[id(parameter)].flatten()[own_range(part, parameter)])
     _set_step(stage.optimizer, stage.scheduler.num_steps)
 

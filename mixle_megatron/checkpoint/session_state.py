@@ -20,7 +20,7 @@ from mixle_megatron.checkpoint.reading import Reading
 from mixle_megatron.checkpoint.safe_loading import safe_loading
 from mixle_megatron.checkpoint.stored_state import FULLY_RESHARDABLE, OptimizerFormat
 from mixle_megatron.errors import CheckpointError
-from mixle_megatron.optimizer_shards import is_own_value, model_parameters
+from mixle_megatron.optimizer_shards import is_own_value, model_parameters, moments
 from mixle_megatron.random_state import restore_random_state
 from mixle_megatron.stage import Stage
 
@@ -52,7 +52,8 @@ def restore_session(stage: Stage, reading: Reading, *, keep_schedule: bool = Fal
         chunk.load_state_dict(loaded["model"][f"chunk{number}"])
     _restore_schedule(stage.scheduler, loaded["scheduler"], keep=keep_schedule)
     restore_optimizer(stage, loaded["optimizer"], reading.optimizer_format, values)
-    if any(is_own_value(*each) and id(each[1]) not in values for each in model_parameters(stage.optimizer)):
+    parameters = [each for _, each in model_parameters(stage.optimizer)]
+    if any(is_own_value(each) and id(each) not in values for each in parameters):
         # The model's tensors were rounded from values of which each rank has put back its own.
         stage.gather_parameters()
     restore_loss_scale(stage.optimizer, loaded["loss_scale"])
@@ -79,11 +80,17 @@ def load_sharded(state: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def saved_state(stage: Stage, optimizer_format: OptimizerFormat = FULLY_RESHARDABLE) -> dict[str, Any]:
-    """What a checkpoint holds of model, optimizer and schedules, in Megatron's sharded form."""
-    parameters = model_parameters(stage.optimizer)
-    return sharded_state(
-        stage, optimizer_format, {id(each) for part, each in parameters if is_own_value(part, each)}
-    )
+    """What a checkpoint holds of model, optimizer and schedules, in Megatron's sharded form.
+
+    A value that is the parameter itself is among the model's tensors, once. An optimizer that keeps nothing
+    else keeps it all the same: its state would be none.
+    """
+    valueless = {
+        id(parameter)
+        for part, parameter in model_parameters(stage.optimizer)
+        if is_own_value(parameter) and moments(part)
+    }
+    return sharded_state(stage, optimizer_format, valueless)
 
 
 def sharded_state(

@@ -34,8 +34,8 @@ _HELD = "MIXLE_MEGATRON_RUN"
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Has torch's allocator on the CPU ask for pages of 2 MiB, where the kernel gives them on request.
 
-Forking the writer of an asynchronous checkpoint then takes half the time, and what it costs the updates after
-it a quarter less. torch reads it when it allocates for the first time.
+Forking the writer of an asynchronous checkpoint then takes two thirds of the time, and what it costs the
+updates after it a quarter less. torch reads it when it allocates for the first time.
 """
 
 
